@@ -99,12 +99,11 @@ class TargetOptions:
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: a folder, a hub id or a file in GGUF format. Default: the embedded model."""
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
-    """Name of a GGUF file in the target's folder or repository."""
+    """GGUF file in the target's folder or repository."""
     cache: Annotated[bool, "Machine", Parameter(name="--cache", negative="--no-cache")] = True
     """Keep converted GGUF files."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
-    """PEFT adapter (LoRA, DoRA) to merge into the target, unless the target is quantised. Give NAME=PATH
-    several times to let requests choose an adapter by its name."""
+    """PEFT adapter (LoRA, DoRA) to merge. Give several NAME=PATH to let requests choose."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
@@ -115,14 +114,14 @@ class TargetOptions:
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
-    """auto, balanced: spread the layers over all GPUs and keep the rest in memory or on disk. Or a JSON file
-    with a device, "cpu" or "disk" for each part of the model, as in transformers."""
+    """auto, balanced: spread the layers over all GPUs, memory and disk. Or a JSON file with a device, "cpu" or
+    "disk" for each part of the model."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
-    """Folder for weights that the device map puts on disk, if the checkpoint is not in safetensors."""
+    """Folder for weights on disk, if not safetensors."""
     kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], "Machine"] = "auto"
-    """auto: use compiled kernels on a CPU, CUDA graphs and Triton kernels on a GPU, if they support the model.
-    on: also say why if they do not. off: use the model's own code. fixed: sum in one order, or fail. compile:
-    use torch.compile for other layers on a GPU. No GPU has been tried."""
+    """auto: compiled kernels on a CPU, CUDA graphs on a GPU, if they support the model. on: also say why if
+    not. off: the model's own code. fixed: sum in one order, or fail. compile: torch.compile for other layers on
+    a GPU."""
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is the rounded model's.
     Needs the compiled kernels."""
@@ -204,7 +203,7 @@ class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOpt
     """How an answer is sampled, and where it ends; and with which adapter."""
 
     use_adapter: Annotated[str | None, "Model", "NAME"] = None
-    """Adapter to answer with. Default: the base model."""
+    """Adapter to answer with; default: none."""
 
 
 @option_group

@@ -65,22 +65,20 @@ class InputOptions:
     input: Annotated[str | None, "Prompt", "FILE"] = None
     """Answer many prompts: a JSONL or Parquet file, a URL, or - for stdin."""
     output: Annotated[str | None, "Output", "FILE.jsonl"] = None
-    """With --input: write one result per line to this file. Default: stdout."""
+    """With --input: write the results here. Default: stdout."""
     view: Annotated[str | None, "Output", "FILE.html"] = None
-    """Write a page that shows every cycle of the answer: the tree, its probabilities, the accepted tokens. The
-    page needs no other file."""
+    """Write a page that shows every cycle of the answer: the tree, its probabilities, the accepted tokens."""
     as_json: AS_JSON = False
     logprobs: Annotated[int | None, "Output", "N"] = None
     """With --json or --output: the log-probability of each token and of the N most probable tokens."""
     prompt_logprobs: Annotated[int | None, "Output", "N"] = None
-    """With --json or --output: the log-probability of each token of the prompt and of the N most probable
-    tokens."""
+    """With --json or --output: log-probabilities for the prompt, too."""
     ignore_eos: Annotated[bool, "Sampling"] = False
-    """Ignore the end token: continue to --max-new-tokens."""
+    """Go on to --max-new-tokens."""
     n: Annotated[PositiveInt, "Sampling", "N"] = 1
     """Give N answers, with the seeds --seed, --seed + 1, and so on. The prompt is read once."""
     prediction: Annotated[str | None, "Method", "FILE"] = None
-    """File with text that the answer probably repeats. eyas drafts from it; only the speed changes."""
+    """File with text that the answer may repeat."""
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
     """off: decode plainly; N: at most N draft tokens a cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None

@@ -1,6 +1,6 @@
 """Seconds of passes of the target and of drafts on this machine, measured.
 
-`eyas tune`, benches and forecasts measure by it. This module knows no method and no acceptance.
+`eyas tune`, `eyas accelerate` and benches measure by it. This module knows no method and no acceptance.
 """
 
 from __future__ import annotations

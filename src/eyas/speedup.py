@@ -9,7 +9,7 @@ heads) one a for all depths gives tau within 5 % (root mean square).
 
 Where no tree pays, `--tree auto` decodes plainly, and the speed-up is 1.
 
-This module knows no clock: costs are measured (`adaptive.cost`) or computed (`predict`).
+This module knows no clock: costs are measured (`adaptive.cost`) or computed (`eyas predict`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from eyas.core.drafter import TreeSize
 
-__all__ = ["SIBLING", "CycleCosts", "Outcome", "best_outcome", "outcomes", "sizes", "tau_of"]
+__all__ = ["SIBLING", "CycleCosts", "Outcome", "outcomes", "sizes", "tau_of"]
 
 SIBLING = 0.8
 GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
@@ -83,11 +83,6 @@ def outcomes(costs: CycleCosts, limit: TreeSize, acceptance: Sequence[float]) ->
         tau = tau_of(size, acceptance)
         found.append(Outcome(size, tau, cost, tau / cost))
     return found
-
-
-def best_outcome(costs: CycleCosts, limit: TreeSize, acceptance: Sequence[float]) -> Outcome:
-    """Return the tree within `limit` that makes most tokens a second."""
-    return max(outcomes(costs, limit, acceptance), key=lambda outcome: outcome.drafted)
 
 
 def tau_of(size: TreeSize, acceptance: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ evaluation.py   losses on held-out examples; alpha.py: acceptance in real decodi
 state.py        from which an interrupted run goes on; output.py, record.py: the head's folder
 reporter.py     log.jsonl (log.py), trackers.py, the progress bar (progress.py)
 exports.py      heads for other engines; formats/: the formats that eyas only writes
-accelerate/     decisions and forecasts of `eyas accelerate`; commands/: the commands, which eyas finds by entry points
+accelerate/     the plan of `eyas accelerate`; commands/: the commands, which eyas finds by entry points
 """
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +15,7 @@ from eyas_train.accelerate.plan import (
     Plan,
     Speeds,
     batch_size,
+    effective_tokens,
     evaluation_prompts,
     heldout_share,
     make_plan,
@@ -118,3 +120,13 @@ def test_evaluations_and_what_is_held_out() -> None:
     assert heldout_share(10) == 0.2
     assert heldout_share(10**6) == 0.02
     assert 15 <= 200 * heldout_share(200) <= 17
+
+
+def test_repeated_text_teaches_less() -> None:
+    """Bug: passes are counted like new text, and a plan reads little text very often."""
+    assert effective_tokens(1000, 1) == 1000
+    assert effective_tokens(1000, 0.5) == 500
+    worth = [effective_tokens(1000, passes) for passes in range(1, 20)]
+    gains = [after - before for before, after in pairwise(worth)]
+    assert all(0 < later < earlier <= 1000 for earlier, later in pairwise(gains))
+    assert effective_tokens(1000, 4) > 3_500  # Muennighoff et al.: up to four passes nearly like new text

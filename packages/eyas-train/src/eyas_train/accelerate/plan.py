@@ -4,7 +4,8 @@
 
 The bench gets a fixed share. What is left goes to answers, features and training, with that number
 of passes over the answers which teaches most (`effective_tokens`): few where answers are cheap, more
-where they are slow or the questions are used up. Pure arithmetic: this module knows no model, no
+where they are slow or the questions are used up. Text that is read again teaches less (Muennighoff et
+al. 2023, section 3: repeated tokens lose their worth exponentially). Pure arithmetic: this module knows no model, no
 clock and no file.
 """
 
@@ -14,9 +15,8 @@ import math
 from dataclasses import dataclass
 
 from eyas.errors import InputError
-from eyas_train.accelerate.curve import effective_tokens
 
-__all__ = ["FEWEST_QUESTIONS", "Plan", "Speeds", "heldout_share", "make_plan", "training_tokens"]
+__all__ = ["FEWEST_QUESTIONS", "Plan", "Speeds", "effective_tokens", "heldout_share", "make_plan", "training_tokens"]
 
 FEWEST_QUESTIONS = 16  # fewest that a run can do with: some are for the bench, some are held out
 BENCH_SHARE, MOST_BENCH_SECONDS = 0.12, 300.0
@@ -24,6 +24,7 @@ BENCH_QUESTIONS = (4, 24)  # fewest and most questions of the bench
 BENCH_TOKENS = (32, 128)  # fewest and most tokens of an answer
 BENCH_EXTRA_SECONDS = 15.0  # costs of the head that was trained, bandwidth, pictures
 MOST_PASSES = 16
+REPEATS_WORTH = 15.0  # passes after which a further one teaches 1/e of the first (R* of arXiv 2305.16264)
 STEPS = (20, 150)  # fewest updates of the weights, and their number from which on batches grow
 BATCH_TOKENS = (256, 8192)
 EVALUATIONS, EVALUATION_SHARE = 3, 0.1  # during a training, and the share of its time
@@ -147,6 +148,13 @@ def _bench(seconds: float, speeds: Speeds) -> tuple[int, int, float]:
     each = 2 * min(tokens, speeds.answer_tokens) / speeds.plain_rate
     count = int(min(BENCH_QUESTIONS[1], max(BENCH_QUESTIONS[0], room / each)))
     return count, tokens, BENCH_EXTRA_SECONDS + speeds.loading_seconds + (count + 1) * each
+
+
+def effective_tokens(tokens: float, passes: float) -> float:
+    """Return how many tokens of new text teach as much as so many read in so many passes."""
+    if passes <= 1:
+        return tokens * passes
+    return tokens * (1 + REPEATS_WORTH * (1 - math.exp(-(passes - 1) / REPEATS_WORTH)))
 
 
 def batch_size(tokens: float, max_length: int) -> int:

@@ -1,6 +1,4 @@
-"""What is going to be done with a model on this machine, and what it will bring: measured speeds and
-costs, the plan that follows from them, and the forecast.
-"""
+"""Measure a model on this machine, and plan the run: the speeds and costs, and the plan that follows from them."""
 
 from __future__ import annotations
 
@@ -15,23 +13,19 @@ import torch
 from eyas import drafters
 from eyas.adaptive.cost import Costs, load_costs
 from eyas.api import LLM
-from eyas.core.drafter import TreeSize
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.errors import EyasError
 from eyas_train.accelerate import trial
-from eyas_train.accelerate.curve import Acceptance, acceptance_of, fit
-from eyas_train.accelerate.forecast import Forecast, forecast
 from eyas_train.accelerate.material import Material
-from eyas_train.accelerate.plan import EVALUATION_TOKENS, Plan, Speeds, make_plan
+from eyas_train.accelerate.plan import Plan, Speeds, make_plan
 from eyas_train.regenerate import GenerationSettings
 
-__all__ = ["CHAIN_DEPTH", "METHODS", "Models", "Prospect", "look", "updated"]
+__all__ = ["METHODS", "Models", "Prospect", "look"]
 
 log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
 
 METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/guide/train.md) first
-CHAIN_DEPTH = 5  # draft tokens of an evaluation's chain (`chain_figures`)
 ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
 OTHER_ROWS = 16
 MOST_NEW_TOKENS = 256  # an answer is cut there
@@ -46,7 +40,6 @@ LEAST_BATCH = 32  # tokens of such a batch where the target is slow
 TRIAL_PASSES = 10  # batches that the trial of a method reads or trains on, about
 AT_BEST = 2.0  # factor of a speed that is estimated from sizes, so that no training is refused that would fit
 COUNTED_SHARE = 0.8  # share of these tokens that are an answer's
-CLUSTERING = 1.5  # factor of the deviation, as the tokens of one text are not independent
 
 
 class Models(Protocol):
@@ -65,7 +58,7 @@ class Models(Protocol):
 
 @dataclass(frozen=True)
 class Prospect:
-    """A method, with the plan of its run and what to expect."""
+    """A method, with the plan of its run."""
 
     method: str
     target: str
@@ -74,12 +67,10 @@ class Prospect:
     speeds: Speeds
     plan: Plan
     costs: Costs
-    limit: TreeSize  # the largest tree
-    forecast: Forecast
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `json` writes it."""
-        return {**asdict(self), "limit": list(self.limit), "forecast": self.forecast.to_json()}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -88,10 +79,8 @@ class Prospect:
             "speeds": Speeds(**fields["speeds"]),
             "plan": Plan(**fields["plan"]),
             "costs": Costs.from_json(fields["costs"]),
-            "limit": TreeSize(*fields["limit"]),
-            "forecast": Forecast.from_json(fields["forecast"]),
         }
-        return cls(**{**fields, **parsed})
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__} | parsed)
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ class _Rates:
 
 
 def look(models: Models, material: Material, methods: Sequence[str], seconds: float) -> Prospect:
-    """Measure the model and the machine, and return the method from which most is to be expected.
+    """Measure the model and the machine, and return the plan of the first method that suits the model.
 
     Args:
         seconds: the time for everything, this included.
@@ -116,7 +105,7 @@ def look(models: Models, material: Material, methods: Sequence[str], seconds: fl
     training = models.for_training()
     loading, target = models.loading_seconds, training.target
     _judge_by_size(target, loading, len(material.answers), seconds)
-    rates = _rates_of(methods, target, min(MOST_LOOK_SECONDS, LOOK_SHARE * seconds))
+    name, rates = _rates_of(methods, target, min(MOST_LOOK_SECONDS, LOOK_SHARE * seconds))
     chain_pass = trial.chain_pass_seconds(target)
     del training, target
     llm = models.for_answers()
@@ -128,18 +117,10 @@ def look(models: Models, material: Material, methods: Sequence[str], seconds: fl
     )
     longest = min(answers.longest, LENGTHS * (answers.prompt_tokens + answers.answer_tokens))
     max_length = min(MOST_LENGTH, llm.target.context, _above(longest))
-    prospects = []
-    for name, rate in rates.items():
-        drafter = drafters.find(name).random(llm.target)
-        costs, _ = load_costs(drafter)
-        speeds = _speeds(loading, rows, answers, rate, chain_pass, costs)
-        plan = make_plan(seconds - (time.monotonic() - began), speeds, len(material.answers), max_length)
-        limit = drafter.max_tree
-        assert limit is not None
-        expected = forecast(costs, limit, fit(name).after(plan.effective_tokens))
-        about = (name, llm.target.name, max_length, new_tokens)
-        prospects.append(Prospect(*about, speeds, plan, costs, limit, expected))
-    return max(prospects, key=lambda prospect: prospect.forecast.drafted)
+    costs, _ = load_costs(drafters.find(name).random(llm.target))
+    speeds = _speeds(loading, rows, answers, rates, chain_pass, costs)
+    plan = make_plan(seconds - (time.monotonic() - began), speeds, len(material.answers), max_length)
+    return Prospect(name, llm.target.name, max_length, new_tokens, speeds, plan, costs)
 
 
 def _speeds(
@@ -158,22 +139,16 @@ def _speeds(
     )
 
 
-def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> dict[str, _Rates]:
-    """Return the rates of the methods that suit this target, as far as these seconds go. The error
-    of the first, where none does."""
-    rates, refusals, began = dict[str, _Rates](), list[EyasError](), time.monotonic()
+def _rates_of(methods: Sequence[str], target: Target, seconds: float) -> tuple[str, _Rates]:
+    """Return the first method that suits this target, with its rates. Raise the error of the first method if none does."""
+    refusals = list[EyasError]()
     for name in methods:
-        if rates and time.monotonic() - began > seconds:
-            log.info("%s is left out: to try it takes too much of the time; --method %s takes it", name, name)
-            continue
         try:
-            rates[name] = _rates(drafters.find(name), target, seconds / len(methods))
+            return name, _rates(drafters.find(name), target, seconds / len(methods))
         except EyasError as error:
             refusals.append(error)
             log.info("%s is left out: %s", name, error)
-    if not rates:
-        raise refusals[0]
-    return rates
+    raise refusals[0]
 
 
 def _judge_by_size(target: Target, loading: float, questions: int, seconds: float) -> None:
@@ -209,18 +184,3 @@ def _rates(kind: type[DraftMethod], target: Target, seconds: float) -> _Rates:
 def _above(number: float) -> int:
     """Return the power of two that is not below the number."""
     return 1 << max(0, int(number - 1).bit_length())
-
-
-def updated(prospect: Prospect, tokens: float, share: float, tau: float, prompts: int) -> Forecast:
-    """Return what to expect after an evaluation of the head.
-
-    Args:
-        tokens: of the whole training, as `effective_tokens` counts.
-        share: of it that is done.
-        tau: tokens per cycle of chains, on so many held-out prompts.
-    """
-    mean = acceptance_of(tau, CHAIN_DEPTH)
-    cycles = max(1.0, prompts * EVALUATION_TOKENS / tau)
-    measured = Acceptance(mean, CLUSTERING * (mean * (1 - mean) / cycles) ** 0.5)
-    curve = fit(prospect.method).moved(share * tokens, measured)
-    return forecast(prospect.costs, prospect.limit, curve.after(tokens))

@@ -1,4 +1,4 @@
-"""The report of a finished run: what was forecast beside what was measured, for machines and for people."""
+"""The report of a finished run: what was measured after training, for machines and for people."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         summary: of the bench.
         command: the command line.
     """
-    plan, taken, evaluations = prospect.plan, journal["steps"], journal["evaluations"]
-    before = prospect.forecast.to_json()
+    plan, taken = prospect.plan, journal["steps"]
     planned = {
         "measure": taken["measure"]["seconds"],
         "regenerate": plan.answer_seconds,
@@ -43,8 +42,6 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         "speeds": asdict(prospect.speeds),
         "steps": [{"name": n, "planned": round(s, 1), "seconds": taken[n]["seconds"]} for n, s in planned.items()],
         "trained_tokens": journal["training"]["tokens"],
-        "evaluations": evaluations,
-        "forecast": {"before": before, "after": evaluations[-1]["forecast"] if evaluations else before},
         "reached": _figures_of(summary, prospect.method),
         "warnings": list(summary.get("warnings") or ()),
     }
@@ -87,14 +84,12 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _figures(report: Mapping[str, Any]) -> str:
-    """Return the table of what was forecast and measured, with the machine."""
-    before, after, found = report["forecast"]["before"], report["forecast"]["after"], report["reached"]
+    """Return the table of what was measured, with the machine."""
+    found = report["reached"]
     lines = [
         "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |",
         "|---|---|---|---|",
-        _row("expected before training", before),
-        _row("expected after training", after),
-        f"| **reached** | **{found['speedup']:.2f}** [{found['speedup_low']:.2f}, {found['speedup_high']:.2f}] "
+        f"| **measured after training** | **{found['speedup']:.2f}** [{found['speedup_low']:.2f}, {found['speedup_high']:.2f}] "
         f"| {found['tau']:.2f} | {found['c']:.2f} |",
     ]
     speed = (
@@ -107,9 +102,3 @@ def _figures(report: Mapping[str, Any]) -> str:
     if advice and not doubts:
         advice += "More --minutes, and --data like what you will ask, make a better one. "
     return "\n".join([*lines, "", f"{advice}{speed} {texts.get(found['equal'], '')}{doubts}".rstrip()])
-
-
-def _row(name: str, forecast: Mapping[str, Any]) -> str:
-    pays = forecast["drafted"] > 1
-    drafts = f"{forecast['tau']:.2f} | {forecast['cost']:.2f}" if pays else "1 | 1, as no draft is expected to pay"
-    return f"| {name} | {forecast['speedup']:.2f} [{forecast['low']:.2f}, {forecast['high']:.2f}] | {drafts} |"

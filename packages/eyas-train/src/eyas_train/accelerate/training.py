@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from eyas_train.accelerate import plan
-from eyas_train.accelerate.curve import effective_tokens
 from eyas_train.accelerate.plan import Speeds
 from eyas_train.data import Batches
 from eyas_train.store import FeatureStore
@@ -20,7 +19,7 @@ SAVE_SECONDS = 60.0  # between two saved states
 
 def training_options(store: FeatureStore, speeds: Speeds, seconds: float, max_length: int) -> dict[str, Any]:
     """Return the fields of TrainConfig as "config"; "prompts" of an evaluation; the "tokens" that will
-    be read, and how many tokens of new text teach as much, "effective_tokens".
+    be read.
 
     Args:
         max_length: of the plan; the store may hold shorter examples.
@@ -46,5 +45,4 @@ def training_options(store: FeatureStore, speeds: Speeds, seconds: float, max_le
         "config": config,
         "prompts": plan.evaluation_prompts(seconds, speeds),
         "tokens": tokens,
-        "effective_tokens": effective_tokens(available, tokens / available),
     }

@@ -1,6 +1,6 @@
 """`eyas accelerate`: from a model to a faster one, by the other commands of this folder.
 
-    look at model and machine --> plan and forecast --> regenerate --> features --> train --> bench --> report
+    look at model and machine --> plan --> regenerate --> features --> train --> bench --> report
 
 OUTPUT holds the head with its card and the report; OUTPUT/work holds what it was made from, and
 run.json, from which the same command goes on. Each step is the command of that name, with options
@@ -47,11 +47,9 @@ from eyas_train.commands._data import check_files
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas_train.accelerate.forecast import Forecast
     from eyas_train.accelerate.journal import Journal
     from eyas_train.accelerate.material import Material
     from eyas_train.accelerate.prospect import Prospect
-    from eyas_train.progress import Progress
 
 GROUP = "Heads"
 SHOWN_NODES = (1, 4, 8, 16, 32)
@@ -59,7 +57,7 @@ SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
 eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
-eyas accelerate MODEL --dry-run  # only the plan, its minutes and the forecast
+eyas accelerate MODEL --dry-run  # only the plan: each step, and how long it takes
 eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the new head
 """
 NOTES = (
@@ -78,11 +76,11 @@ class AccelerateOptions:
     minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
     """Minutes for the whole command."""
     method: Annotated[str | None, "Method", "NAME"] = None
-    """mtp or eagle3. Default: the method with the better forecast."""
+    """mtp or eagle3. Default: mtp if it suits the model, otherwise eagle3."""
     output: Annotated[str | None, "Output", "FOLDER"] = None
     """Folder for the head, its card and a report."""
     dry_run: Annotated[bool, "Output"] = False
-    """Only measure, then print the plan and the expected speed-up. Nothing is kept."""
+    """Only measure, and print the plan. Nothing is kept."""
     as_json: AS_JSON = False
 
 
@@ -185,7 +183,7 @@ class Models:
 
 
 def _show(prospect: Prospect) -> None:
-    """Print what is going to be done, how long it takes, and what to expect."""
+    """Print the plan: each step, and how long it takes."""
     from eyas import named
 
     plan, speeds = prospect.plan, prospect.speeds
@@ -206,23 +204,10 @@ def _show(prospect: Prospect) -> None:
     passes = zip(prospect.costs.nodes, prospect.costs.verify, strict=True)
     shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in SHOWN_NODES)
     note(f"milliseconds of a pass of the target over so many nodes: {shown}")
-    note(f"expected of the head: {_expected(prospect.forecast)}")
+    note("the speed-up is measured after training, by the bench")
     known = named.find(prospect.target)
     if known is not None and known.best in known.heads:
         note(f"{prospect.target} has a head of its own already, which eyas uses without --draft ({known.best})")
-
-
-def _expected(forecast: Forecast) -> str:
-    """Return a forecast in words."""
-    interval = f"{forecast.speedup:.2f} times plain decoding (likely {forecast.low:.2f} to {forecast.high:.2f})"
-    if forecast.drafted <= 1:
-        return (
-            f"{interval}: with such a head no draft is expected to pay on this machine, and eyas then decodes plainly"
-        )
-    return (
-        f"{interval}: {forecast.tau:.2f} tokens from a pass over {forecast.tree.nodes} nodes, "
-        f"which costs {forecast.cost:.2f} plain ones"
-    )
 
 
 # --- the steps ----------------------------------------------------------------------------------
@@ -264,7 +249,7 @@ class Run:
             asked = material._replace(bench=material.bench[: self.prospect.plan.bench_questions])
             write_material(asked, self.work / "questions.jsonl", self.work / "bench.jsonl")
             measured = {"seconds": round(time.monotonic() - began, 1), "done": True}
-            self.journal.write(prospect=self.prospect.to_json(), evaluations=[], steps={"measure": measured})
+            self.journal.write(prospect=self.prospect.to_json(), steps={"measure": measured})
         _show(self.prospect)
 
     def regenerate(self) -> None:
@@ -301,7 +286,7 @@ class Run:
         features.make_features(self.models.for_training(), job, {})
 
     def train(self) -> None:
-        """Train the head in the time that is left, and correct the forecast at each evaluation."""
+        """Train the head in the time that is left."""
         from eyas import drafters
         from eyas_train.accelerate.plan import EVALUATION_TOKENS
         from eyas_train.accelerate.training import training_options
@@ -316,34 +301,15 @@ class Run:
         options = self.journal["training"]
         head = train.HeadOptions(features=str(store), output=str(self.folder), method=self.prospect.method)
 
-        def on_progress(now: Progress) -> None:
-            # progress repeats the last evaluation, and a resumed run the one in its saved state: each counts once
-            known = [(one["tau"], one.get("loss")) for one in self.journal["evaluations"]]
-            figures = now.heldout.get("chain tau"), now.heldout.get("loss")
-            if figures[0] is not None and figures not in known:
-                self._evaluate(now.step, now.steps, figures[0], figures[1])
-
         train.train_head(
             self.models.for_training(),
             head,
             TrainConfig(**options["config"]),
             drafters.find(self.prospect.method).Options(),
-            on_progress=on_progress,
             prompts=options["prompts"],
             new_tokens=EVALUATION_TOKENS,
             tree_prompts=0,
         )
-
-    def _evaluate(self, step: int, steps: int, tau: float, loss: float | None) -> None:
-        """Correct the forecast by the acceptance that an evaluation has measured."""
-        from eyas_train.accelerate.prospect import updated
-
-        training = self.journal["training"]
-        forecast = updated(self.prospect, training["effective_tokens"], step / steps, tau, training["prompts"])
-        evaluation = {"step": step, "steps": steps, "tau": tau, "loss": loss, "forecast": forecast.to_json()}
-        others = [one for one in self.journal["evaluations"] if one["step"] != step]
-        self.journal.write(evaluations=[*others, evaluation])
-        note(f"now expected: {_expected(forecast)}")
 
     def bench(self) -> None:
         """Ask the questions that were kept apart, with drafts and without."""

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from eyas_train.config import TrainConfig
     from eyas_train.data import Data, FeatureReader
     from eyas_train.loop import TrainResult
-    from eyas_train.progress import OnProgress, Progress
 
 GROUP = "Heads"
 # How long another process waits with its error: the first process mostly finds the same, reports it, and torchrun
@@ -225,7 +224,6 @@ def train_head(
     options: Any,
     *,
     verbose: bool = False,
-    on_progress: OnProgress = lambda now: None,
     stop: Callable[[], bool] = lambda: False,
     **evaluation: int,
 ) -> TrainResult:
@@ -233,7 +231,6 @@ def train_head(
 
     Args:
         options: the method's own.
-        on_progress: called after every step and evaluation, besides the display.
         stop: as for `loop.train`.
         evaluation: arguments of `chain_figures`, where its defaults do not suit.
     """
@@ -259,11 +256,6 @@ def train_head(
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)
     with progress.bar() as show, quiet(verbose):
-
-        def report(now: Progress) -> None:
-            show(now)
-            on_progress(now)
-
         outcome = train(
             drafter,
             data.train,
@@ -272,7 +264,7 @@ def train_head(
             head.output,
             resume=not head.restart,
             evaluate=None if config.share_target else alpha.chain_figures(data.heldout, llm.eos, **evaluation),
-            progress=report,
+            progress=show,
             about=about,
             stop=stop,
             read=_reader(llm, config, data),

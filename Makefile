@@ -81,7 +81,7 @@ arm: $(STAMP) ## the kernels' code for ARM in an emulator (Debian: g++-aarch64-l
 	@echo "==> pytest: tests/test_kernels_arm.py in $(JOBS) processes"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_arm.py --all -n $(JOBS) $(ARGS)
 
-clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: docs/clients.md has the table (minutes; `make test` skips them)
+clients: $(STAMP) $(CLIENTS_STAMP) ## the server with clients that others have written: docs/guide/clients.md has the table (minutes; `make test` skips them)
 	@echo "==> pytest: tests/clients"
 	@OMP_NUM_THREADS=1 EYAS_CLIENTS=$(CURDIR)/$(CLIENTS_BIN) $(BIN)/python -m pytest tests/clients --all $(ARGS)
 
@@ -111,7 +111,7 @@ wheel-test: wheels ## what dist/ holds, and the wheels in an empty environment: 
 	@echo "==> runs/wheel_test.py"
 	@.venv-wheels/bin/python runs/wheel_test.py $(ARGS)
 
-docs: .venv-docs/.installed ## the documentation as a site, out/site/index.html; a warning or a dead link is an error
+docs: $(STAMP) .venv-docs/.installed ## the documentation as a site, out/site/index.html; a warning or a dead link is an error
 	@echo "==> mkdocs build"
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
@@ -126,8 +126,10 @@ lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@$(BIN)/python -m mypy --config-file runs/mypy.ini
 	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
 	@$(BIN)/python tests/house.py
+	@echo "==> English of pages and help (tests/prose.py --places: where); tests/test_prose.py holds it"
+	@$(BIN)/python tests/prose.py
 
-check: lint test-all ## lint, types and every case of every test: what must pass before a branch is merged
+check: lint docs test-all ## lint, types, the site and every case of every test: what must pass before a branch is merged
 
 format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff check --fix-only $(LINT)

@@ -1,5 +1,5 @@
 """Pages of the documentation site that are not files of docs/: the repository's own pages, each
-method, the reference, the tutorial.
+method, the help of each command, the reference of the Python interface, the tutorial.
 
 mkdocs.yml names this file as a hook of mkdocs; `make docs` builds the site. Links that lead out of
 docs/ become links to these pages, or plain words where the site has no such page.
@@ -8,7 +8,10 @@ docs/ become links to these pages, or plain words where the site has no such pag
 from __future__ import annotations
 
 import json
+import os
+import posixpath
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-REPOSITORY = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+REPOSITORY = {"README.md": "index.md", "CONTRIBUTING.md": "design/contributing.md", "CHANGELOG.md": "lab/changelog.md"}
 REFERENCE = {
     "api": "load, generate, stream, chat",
     "hooks": "inside transformers",
@@ -32,6 +35,8 @@ REFERENCE = {
     "tiny": "the embedded model",
     "errors": "what is raised",
 }
+COMMANDS = ("src/eyas/cli/[a-z]*.py", "packages/*/src/*/commands/[a-z]*.py")
+METHODS, PYTHON = "reference/methods/", "reference/python/"  # folders of generated pages
 PICTURES = ROOT / "docs" / "pictures" / "methods"  # runs/draw_tree.py --methods
 
 
@@ -53,38 +58,63 @@ def module_of(file: Path) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the methods and the reference into the navigation."""
     added = {
-        "Methods": [{name: f"methods/{name}.md"} for name in methods()],
-        "Reference": [{f"eyas.{name}": f"reference/{name}.md"} for name in REFERENCE],
+        "Methods": [{name: f"{METHODS}{name}.md"} for name in methods()],
+        "Python": [{f"eyas.{name}": f"{PYTHON}{name}.md"} for name in REFERENCE],
     }
-    for section in config.nav or []:
-        for title, pages in section.items():
-            if title in added:
-                pages.extend(added[title])
+
+    def extend(sections: list[Any]) -> None:
+        for title, pages in (entry for section in sections if isinstance(section, dict) for entry in section.items()):
+            if isinstance(pages, list):
+                extend(pages)
+                pages.extend(added.get(title, []))
+
+    extend(config.nav or [])
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {f"methods/{name}.md": method_page(name, file) for name, file in methods().items()}
+    pages = {f"{METHODS}{name}.md": method_page(name, file) for name, file in methods().items()}
     for here, there in REPOSITORY.items():
         text = (ROOT / here).read_text(encoding="utf-8")
-        pages[there] = text.replace("](docs/", "](").replace("](tutorial.ipynb", "](tutorial.md")
+        pages[there] = text.replace("](docs/", "](../" if "/" in there else "](")
+    pages["reference/commands.md"] = commands_page()
     pages |= {
-        f"reference/{name}.md": f"# eyas.{name}: {about}\n\n{reference(f'eyas.{name}')}"
+        f"{PYTHON}{name}.md": f"# eyas.{name}: {about}\n\n{reference(f'eyas.{name}')}"
         for name, about in REFERENCE.items()
     }
-    notebook = ROOT / "docs" / "tutorial.ipynb"
-    pages["tutorial.md"] = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
+    notebook = ROOT / "docs" / "start" / "tutorial.ipynb"
+    pages["start/tutorial.md"] = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
     pages["wide.css"] = ".md-grid { max-width: 76rem; }\n"  # 100 columns of code
     for place, content in pages.items():
         files.append(File.generated(config, place, content=content))
     return files
 
 
+def commands_page() -> str:
+    """The help of each command, as the environment of `make` prints it."""
+    python = ROOT / ".venv" / "bin" / "python"
+    if not python.exists():
+        return "# Commands\n\nThis site was built without `.venv`: run `eyas --help`, and `eyas COMMAND --help`."
+    names = sorted({file.stem for folder in COMMANDS for file in ROOT.glob(folder) if file.stem[0] != "_"} - {"tools"})
+    parts = ["# Commands", "Each command, as `eyas COMMAND --help` shows it.", f"```text\n{help_of(python)}\n```"]
+    for name in names:
+        parts += [f"## eyas {name}", f"```text\n{help_of(python, name)}\n```"]
+    return "\n\n".join(parts)
+
+
+def help_of(python: Path, *command: str) -> str:
+    """What `eyas COMMAND --help` prints on 100 columns."""
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    line = [str(python), "-m", "eyas", *command, "--help"]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return "\n".join(text.rstrip() for text in done.stdout.strip().splitlines())
+
+
 def method_page(name: str, file: Path) -> str:
-    """The picture of a method where one exists, its row of docs/methods.md, and its file:
+    """The picture of a method where one exists, its row of docs/reference/methods.md, and its file:
     docstring, options, classes."""
-    rows = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "reference" / "methods.md").read_text(encoding="utf-8").splitlines()
     cells = next(
         ([cell.strip() for cell in row.split("|")[2:5]] for row in rows if row.startswith(f"| `{name}` |")),
         ["", "", ""],
@@ -103,7 +133,7 @@ def method_picture(name: str) -> str:
     if not (PICTURES / f"{name}.svg").exists():
         return ""
     about = "One cycle on the embedded model: the accepted path is green, the target's own token blue."
-    return f"![A draft tree of {name}](../pictures/methods/{name}.svg)\n\n{about}"
+    return f"![A draft tree of {name}](../../pictures/methods/{name}.svg)\n\n{about}"
 
 
 def reference(name: str, **options: str) -> str:
@@ -126,17 +156,22 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mend the links that lead out of docs/; link the methods of docs/methods.md to their pages."""
-    if page.file.src_uri == "methods.md":
+    """Mend the links that lead out of docs/; link the methods of reference/methods.md to their pages."""
+    place = page.file.src_uri
+    if place == f"{METHODS.removesuffix('/')}.md":
         markdown = re.sub(r"^\| `(\w+)` \|", r"| [`\1`](methods/\1.md) |", markdown, flags=re.MULTILINE)
-    if page.file.src_uri.startswith("methods/"):
-        markdown = re.sub(r"\]\((?!\.\./|\w+://)", "](../", markdown)
+    if place.startswith(METHODS):
+        markdown = re.sub(r"\]\((?!\.\./\.\./|\w+://)", "](../", markdown)
+    folder = posixpath.dirname(place)
 
     def mended(link: re.Match[str]) -> str:
         text, target, anchor = link.groups(default="")
-        if files.get_file_from_path(target) or not (ROOT / target.removeprefix("../")).exists():
+        if "://" in target:
             return link[0]
-        inside = REPOSITORY.get(target.removeprefix("../"))
-        return f"[{text}]({inside}{anchor})" if inside else text
+        inside = posixpath.normpath(posixpath.join(folder, target)).replace("tutorial.ipynb", "tutorial.md")
+        inside = next((there for here, there in REPOSITORY.items() if inside.removeprefix("../") == here), inside)
+        if files.get_file_from_path(inside):
+            return f"[{text}]({posixpath.relpath(inside, folder or '.')}{anchor})"
+        return link[0] if not (ROOT / "docs" / inside).exists() and not (ROOT / inside).exists() else text
 
     return re.sub(r"(?<!!)\[([^][]+)\]\(([^)#:]+)(#[^)]*)?\)", mended, markdown)

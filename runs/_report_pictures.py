@@ -1,16 +1,20 @@
-"""The pictures of docs/report.md: figures of the papers beside our records, and the cost model between them."""
+"""The pictures of docs/lab/report.md: figures of the papers beside our records, and the cost model between them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from _records import best_tree, pooled_rows, record
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from papers import ALPHA, SIX_TASKS, method_name
-from predict_check import LLAMA_8B, PUBLISHED
 from transformers import AutoConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "packages" / "eyas-lab" / "runs"))
+from predict_check import LLAMA_8B, PUBLISHED
 
 from eyas.core.drafter import TreeSize
 from eyas_lab.predict import MACHINES, Prediction, Settings, read_head

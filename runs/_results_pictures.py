@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md and docs/report.md."""
+"""The pictures of docs/lab/results.md and docs/lab/report.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Try eyas on a tiny random model of every causal language model of transformers; make
-docs/families.md from the record.
+docs/reference/families.md from the record.
 
     python runs/families.py                     tries all types that were not tried yet, and makes the page
     python runs/families.py --again llama,opt   tries these types again
@@ -37,7 +37,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from eyas.files import write_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-RECORD, PAGE = DOCS / "results" / "families.json", DOCS / "families.md"
+RECORD, PAGE = DOCS / "results" / "families.json", DOCS / "reference" / "families.md"
 SECONDS, GIB = 240, 8  # limits of one trial: seconds of the processor, and of memory
 
 SECTIONS = {
@@ -131,7 +131,7 @@ Every model type of `AutoModelForCausalLM`, and the text models of multimodal ty
 
     python runs/families.py
 
-makes this page from [its record](results/families.json).
+makes this page from [its record](../results/families.json).
 
 - *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so do branching
   trees of a drafter that knows the answers (accepted paths of several nodes, rows of different

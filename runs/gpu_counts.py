@@ -2,8 +2,8 @@
 of the draft.
 
     python runs/gpu_counts.py                   the table, as Markdown
-    python runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/gpu.md says, or is no recording any more
-    python runs/gpu_counts.py --write           write the table into docs/gpu.md
+    python runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/lab/gpu_plan.md says, or is not recorded
+    python runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md
 
 One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide)
 or the method's own, unless the first column says otherwise. The cycle is run on tensors without
@@ -46,7 +46,7 @@ from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
 from eyas_lab.bench.simulate import simulated
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "lab" / "gpu_plan.md"
 BEGIN, END = "<!-- counts: python runs/gpu_counts.py --write -->", "<!-- end of counts -->"
 LAYERS = (8, 9)  # traced; EAGLE-3 reads three of them
 CONTEXT, NEW = 1024, 128
@@ -246,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser(
         __doc__,
         output=None,
-        check=(False, "compare with docs/gpu.md"),
-        write=(False, "write the table into docs/gpu.md"),
+        check=(False, "compare with docs/lab/gpu_plan.md"),
+        write=(False, "write the table into docs/lab/gpu_plan.md"),
         methods=("", "some of the methods, separated by commas"),
     ).parse_args(arguments)
     cases = [case for case in CASES if not args.methods or case.method in words(args.methods)]

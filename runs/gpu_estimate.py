@@ -1,5 +1,5 @@
 """Expected times of a cycle on a GPU that is not there, by arithmetic: the table "Expected times"
-of docs/gpu.md.
+of docs/lab/gpu_plan.md.
 
 Kernels and bytes as in _gpu_arithmetic.py. Shapes are Llama-3.1-8B's, one row, an EAGLE-3 head with
 32,000 draft tokens and trees of 60 nodes. No clock of any GPU has confirmed these figures.
@@ -19,7 +19,7 @@ HEADS = (
 
 
 def table() -> str:
-    """The table of docs/gpu.md."""
+    """The table of docs/lab/gpu_plan.md."""
     sizes, lines = Sizes(), list[list[str]]()
     for tokens in (1_024, 16_384):
         bound, vanilla = sizes.bound(tokens), plain_step(sizes, 1, tokens)

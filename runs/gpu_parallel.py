@@ -1,5 +1,5 @@
 """Expected times of a 70B target split over several GPUs that are not there, by arithmetic: the
-table "Several GPUs" of docs/gpu.md.
+table "Several GPUs" of docs/lab/gpu_plan.md.
 
     python runs/gpu_parallel.py
 
@@ -33,7 +33,7 @@ def collectives(sizes: Sizes, levels: int) -> tuple[int, int]:
 
 
 def table() -> str:
-    """The table of docs/gpu.md."""
+    """The table of docs/lab/gpu_plan.md."""
     lines = []
     for gpus in GPUS:
         bound, step, whole = (

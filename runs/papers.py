@@ -1,7 +1,7 @@
-"""Tables of docs/papers.md from the benches of runs/papers.sh, each beside the published one.
+"""Tables of docs/lab/papers.md from the benches of runs/papers.sh, each beside the published one.
 
     python runs/papers.py                                                        from the records in docs/results
-    python runs/papers.py --benches out/papers --heads tiny/eyas_tiny/weights --heads out/heads --output docs/papers.md
+    python runs/papers.py --benches out/papers --heads tiny/eyas_tiny/weights --heads out/heads --output docs/lab/papers.md
 
 Published figures are the papers' own (arXiv 2401.15077, 2406.16858, 2503.01840) and Spec-Bench's
 leaderboard of 2025-04-22. Benches that are not there are left out and named at the end. This
@@ -264,7 +264,7 @@ SECTIONS = {
 
 INTRODUCTION = prose("""
     Made by `runs/papers.py` from the benches of `runs/papers.sh`; [results](results.md) has the
-    summary, [benchmark](benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts,
+    summary, [benchmark](../guide/benchmark.md) defines the columns. Intervals: 95 %, bootstrap over prompts,
     paired. EAGLE-2 and EAGLE-3 rank as the papers do (`--tree.confidence-temperature 1`).""")
 HEADS_TITLE = "## What the heads are, and what their training took (EAGLE-1, section 4)"
 # Trained parameters over the target's (EAGLE-1, section 4.1: 0.24B for 7B, 0.37B for 13B, 0.56B for
@@ -314,7 +314,7 @@ def parameters(folder: Path) -> int:
 
 
 def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
-    """docs/papers.md.
+    """docs/lab/papers.md.
 
     Args:
         folder: of runs/papers.sh, or of the records that were kept of it.
@@ -339,7 +339,7 @@ def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:
 def main() -> None:
     made = parser(
         __doc__,
-        output=(Path("docs/papers.md"), "the page"),
+        output=(Path("docs/lab/papers.md"), "the page"),
         benches=(Path("docs/results"), "the folder of runs/papers.sh, or the records of it"),
         results=(Path("docs/results"), "where the benches' summaries are kept"),
     )

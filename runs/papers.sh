@@ -1,5 +1,5 @@
 #!/bin/sh
-# The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/papers.md.
+# The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/lab/papers.md.
 #
 #     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
@@ -71,7 +71,7 @@ EOF
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
         --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads tiny/eyas_tiny/weights --heads "$HEADS" --output docs/papers.md ;;
+    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads tiny/eyas_tiny/weights --heads "$HEADS" --output docs/lab/papers.md ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

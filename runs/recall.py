@@ -78,7 +78,13 @@ def edits() -> Iterator[Chat]:
 
 def retrieval() -> Iterator[Chat]:
     """Yield questions about three passages, two of which the question before was about too."""
-    sources = ("docs/how_it_works.md", "docs/controller.md", "docs/predict.md", "docs/adapt.md", "docs/audit.md")
+    sources = (
+        "docs/design/how_it_works.md",
+        "docs/design/controller.md",
+        "docs/guide/predict.md",
+        "docs/guide/learn_online.md",
+        "docs/guide/audit.md",
+    )
     passages = [passage(source, 400, 800) for source in sources]
     for number in range(9):
         chosen = [passages[(number + place) % len(passages)] for place in range(3)]

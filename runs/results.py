@@ -1,7 +1,7 @@
-"""Make the tables and pictures of docs/results.md from the JSON records in docs/results/.
+"""Make the tables and pictures of docs/lab/results.md from the JSON records in docs/results/.
 
-    python runs/results.py            rewrites docs/results.md behind its marker, and the pictures in docs/results/
-    python runs/results.py --check    exit status 1 when docs/results.md is not what this program makes
+    python runs/results.py            rewrites docs/lab/results.md behind its marker, and the pictures in docs/results/
+    python runs/results.py --check    exit status 1 when docs/lab/results.md is not what this program makes
 
 The program measures nothing and prints the same bytes for the same records. What stands above the
 marker is written by hand.
@@ -20,7 +20,7 @@ from _results_pictures import PICTURES, picture
 
 from eyas.files import write_text
 
-PAGE = DOCS / "results.md"
+PAGE = DOCS / "lab" / "results.md"
 MARKER = "<!-- Everything below is made by runs/results.py from docs/results/*.json. -->"
 EQUAL_IDS = "ids equal to plain decoding"
 INTEL = {"embedded": "speed", "nestling": "speed_nestling"}  # speed records by model: a Xeon with AMX
@@ -40,7 +40,7 @@ def source(*names: str) -> str:
         script = re.match(r"python (runs/\w+\.py)", command)
         if script and not (DOCS.parent / script[1]).exists():
             where += "; the script stood in runs/ until commit eee6d4f"
-        lines.append(f"- `{command}` ({where}; [record](results/{name}.json))")
+        lines.append(f"- `{command}` ({where}; [record](../results/{name}.json))")
     return "\n".join(lines)
 
 
@@ -356,7 +356,7 @@ def training() -> Iterator[str]:
     """Heads trained for a comparison: ablation, data, source of the data."""
     yield prose("""
         Small comparisons: one seed, few tokens. Differences are paired by chat.
-        ![Parts of EAGLE-3](results/ablation.svg) ![Source of the data](results/data_source.svg)""")
+        ![Parts of EAGLE-3](../results/ablation.svg) ![Source of the data](../results/data_source.svg)""")
     titles = {"ablation": "Parts of EAGLE-3", "data_source": "The target's own answers as data"}
     yield from subsections(titles, training_tables)
 
@@ -433,7 +433,7 @@ def smollm2() -> Iterator[str]:
         SmolLM2-135M-Instruct (`--target smollm2-q4_1`) on the six tasks of EAGLE-2's tables, the same number of prompts from each,
         answers of at most 64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over vanilla* is the
         speed over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped over
-        prompts. The EAGLE-3 head is the one in the package ([targets](targets.md) has its training). EYAS_KERNELS_ISA=x86-64-v3
+        prompts. The EAGLE-3 head is the one in the package ([targets](../guide/models.md) has its training). EYAS_KERNELS_ISA=x86-64-v3
         forces the kernels for AVX2 on the same machine. A Zen 3, which has no others, made 1.62 [1.45, 1.85] times plain decoding's
         41 tokens/s in float32, before weights were in huge pages ([log](log.md)). *suffix* verifies the whole of its tree here,
         where commands choose its nodes by their costs (`--tree auto`). A rounded model is a
@@ -721,7 +721,7 @@ def appendix() -> Iterator[str]:
 
 
 def page(old: str) -> str:
-    """docs/results.md: its hand-written head, and the appendix."""
+    """docs/lab/results.md: its hand-written head, and the appendix."""
     head, marker, _ = old.partition(MARKER)
     if not marker:
         sys.exit(f"{PAGE} lacks the line {MARKER}")
@@ -731,7 +731,7 @@ def page(old: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 when docs/results.md would change"
+        "--check", action="store_true", help="write nothing; exit status 1 when docs/lab/results.md would change"
     )
     args = parser.parse_args(arguments)
     old = PAGE.read_text(encoding="utf-8")

@@ -42,7 +42,7 @@ def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], reason: st
     assert "\n" not in str(caught.value)
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "names.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "coming_from.md").read_text()
 
 
 def test_the_table_of_names() -> None:
@@ -70,7 +70,7 @@ def test_the_page_runs() -> None:
         f"r{number} = {line}" if line.startswith("llm.generate") else line
         for number, line in enumerate(code.splitlines())
     ]
-    exec(compile("\n".join(lines), "docs/names.md", "exec"), names)
+    exec(compile("\n".join(lines), "docs/guide/coming_from.md", "exec"), names)
     first, last = (value for name, value in names.items() if re.fullmatch(r"r\d+", name))
     assert first.token_ids == last.token_ids
 

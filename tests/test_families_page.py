@@ -1,4 +1,4 @@
-"""docs/families.md: it is what runs/families.py makes of the record, and the record is true for
+"""docs/reference/families.md: it is what runs/families.py makes of the record, and the record is true for
 some types that are quick to try."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_page_is_made_from_the_record(command: Any) -> None:
-    """Bug: docs/families.md is edited by hand, or the record changes without it."""
+    """Bug: docs/reference/families.md is edited by hand, or the record changes without it."""
     families = command("families")
     record = json.loads(families.RECORD.read_text(encoding="utf-8"))
     assert families.page(record) == families.PAGE.read_text(encoding="utf-8"), "run: python runs/families.py --page"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,19 @@ import pytest
 import zoo
 from eyas import __all__ as public
 from eyas import drafters, tiny
+from eyas.cli._app import parse
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from reference import plain_decode, run
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs" / "start").glob("*.md")),
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+]
 needs_weights = pytest.mark.skipif(
     not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
 )
@@ -34,14 +42,46 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code, client = blocks("README.md")
     assert "OpenAI" in client, "the other block is run by tests/serve/test_docs.py"
     exec(compile(code, "README.md", "exec"), {})
-    assert "tokens per forward" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert f"`{printed}`" in README, "the page says what the program prints"
+    assert float(printed.split()[0]) > 1, "drafts must have been accepted"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The calls of eyas in the blocks of a page, as arguments."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    shell = "\n".join(text for kind, text in blocks if kind in ("", "sh", "bash")).replace("\\\n", " ")
+    lines = (re.sub(r"\s+#.*", "", line) for line in shell.splitlines())
+    calls = (re.match(r"(?:[A-Z_]+=\S+ )*(?:\S*/)?eyas (?=[a-z])(.*)", line) for line in lines)
+    return [shlex.split(call[1]) for call in calls if call and "..." not in call[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_the_pages(page: Path) -> None:
+    """Bug: a page shows an option that the command does not have, or lacks an argument that it needs."""
+    for arguments in commands_of(page):
+        try:
+            parse(arguments)
+        except Exception as error:  # all of them are the page's fault
+            pytest.fail(f"{page.name}: eyas {shlex.join(arguments)}: {error}")
+
+
+def test_variables_of_the_environment() -> None:
+    """Bug: the code reads a variable that the page of the environment does not list."""
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    sources = [file.read_text() for folder in ("src", "packages") for file in (ROOT / folder).rglob("src/*/**/*.py")]
+    sources += [file.read_text() for file in (ROOT / "src").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\"(EYAS_[A-Z_0-9]+)\"", text)}
+    assert {"EYAS_KERNELS", "EYAS_SMOLLM2"} <= named
+    assert {name for name in named if f"`{name}`" not in page} == set()
 
 
 @pytest.mark.slow
 def test_a_method_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the extension point: the example of docs/add_a_method.md, unchanged, is lossless in a
+    """Guards the extension point: the example of docs/design/add_a_method.md, unchanged, is lossless in a
     batch and accepts something."""
-    (code,) = blocks("docs/add_a_method.md")
+    (code,) = blocks("docs/design/add_a_method.md")
     assert len(code.splitlines()) < 65
     (tmp_path / "package_of_mine").mkdir()
     (tmp_path / "package_of_mine" / "bigram.py").write_text(code)
@@ -66,7 +106,7 @@ def test_public_names() -> None:
 
 def test_links_and_files_of_the_pages() -> None:
     """Guards links between pages."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
@@ -77,12 +117,12 @@ def test_names_of_the_pages() -> None:
     that file."""
     cells = [
         line.rstrip("| ").rpartition("|")[2]
-        for line in (ROOT / "docs" / "glossary.md").read_text().splitlines()
+        for line in (ROOT / "docs" / "reference" / "glossary.md").read_text().splitlines()
         if line[:1] == "|"
     ]
     named = [match for cell in cells for match in re.finditer(r"`([\w/.]+(?:/|\.py))`((?:[ ,]+`[A-Za-z_]+`)*)", cell)]
     assert len(named) > 30
-    for page in ("README.md", "docs/how_it_works.md"):
+    for page in ("README.md", "docs/design/how_it_works.md"):
         named += re.finditer(r"`?\b([\w/]+\.py)\b()", (ROOT / page).read_text())
     for match in named:
         path = next(

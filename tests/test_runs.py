@@ -153,28 +153,34 @@ def test_first_weights(command: Any, model: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:
-    """Bug: a table of docs/results.md is edited by hand, or a record changes without it; a picture
+    """Bug: a table of docs/lab/results.md is edited by hand, or a record changes without it; a picture
     is missing."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
-    pages = "".join((results.DOCS / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))
+    pages = "".join((results.DOCS / "lab" / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))
     for name in results.PICTURES:
         assert f"results/{name}.svg" in pages
         assert (results.RECORDS / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
     for path in results.RECORDS.glob("*.json"):
         json.loads(path.read_text(encoding="utf-8"))
-    papers = (results.DOCS / "papers.md").read_text(encoding="utf-8")
+    papers = (results.DOCS / "lab" / "papers.md").read_text(encoding="utf-8")
     assert command("papers").page(results.RECORDS, old=papers) == papers, "run: python runs/papers.py"
 
 
+@pytest.mark.parametrize("script", ["front_page", "log_index"])
+def test_pages_that_scripts_make(script: str, command: Any) -> None:
+    """Bug: a record or an entry of the log changes without the README's table, or without the log's index."""
+    assert command(script).main(["--check"]) == 0, f"run: python runs/{script}.py"
+
+
 def test_expected_times_are_those_of_the_page(command: Any) -> None:
-    """Bug: the arithmetic changes, and docs/gpu.md keeps its old figures."""
-    page = (RUNS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    """Bug: the arithmetic changes, and docs/lab/gpu_plan.md keeps its old figures."""
+    page = (RUNS.parent / "docs" / "lab" / "gpu_plan.md").read_text(encoding="utf-8")
     assert command("gpu_estimate").table() in page, "run: python runs/gpu_estimate.py"
 
 
 def test_predictions_are_those_of_the_record(command: Any) -> None:
-    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/predict.md keeps its old figures."""
+    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/guide/predict.md keeps its old figures."""
     check = command("predict_check")
     record = json.loads((RUNS.parent / "docs" / "results" / "predict.json").read_text(encoding="utf-8"))
     assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), (
@@ -186,7 +192,7 @@ def test_several_gpus_on_paper(command: Any) -> None:
     """Guards the plan for several GPUs: the page has the table; the split is that of transformers;
     no GPU gets a part of a head; each further GPU is faster, and none by more than its share."""
     parallel = command("gpu_parallel")
-    assert parallel.table() in (RUNS.parent / "docs" / "gpu.md").read_text(encoding="utf-8"), (
+    assert parallel.table() in (RUNS.parent / "docs" / "lab" / "gpu_plan.md").read_text(encoding="utf-8"), (
         "run: python runs/gpu_parallel.py"
     )
     split = {name.rpartition(".")[2]: how for name, how in LlamaConfig().base_model_tp_plan.items()}

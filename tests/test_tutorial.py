@@ -1,4 +1,4 @@
-"""docs/tutorial.ipynb runs from its first cell to its last, without Jupyter."""
+"""docs/start/tutorial.ipynb runs from its first cell to its last, without Jupyter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from eyas import tiny
 
-NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "start" / "tutorial.ipynb"
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,6 @@
 """Figures of speculative decoding: one fold over Steps, and what is computed from its counts.
 
-Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/benchmark.md explains them
+Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/guide/benchmark.md explains them
 at length.
 
     cycle       one pass of the target over a draft tree. The prompt's own pass is not a cycle, and the token that it gives belongs to none.

@@ -4,7 +4,7 @@
 
 tau of every size of tree follows from the acceptance by depth: the child of rank r (0, 1, ...) of any node
 at depth d is the accepted one with the chance a_d (SIBLING (1 - a_d))^r, as if each further child took
-nearly the same share of what those before it left. On the trees of docs/results.md (three sizes, eight
+nearly the same share of what those before it left. On the trees of docs/lab/results.md (three sizes, eight
 heads) one a for all depths gives tau within 5 % (root mean square).
 
 Where no tree pays, `--tree auto` decodes plainly, and the speed-up is 1.

@@ -47,7 +47,7 @@ def _folder() -> Path:
 
 FOLDER = _folder()
 HEADS = {name: FOLDER / name for name in ("eagle1", "eagle3", "mtp")}  # by the kind of head that a method reads
-# The fastest method on this model with every tree measured (docs/results.md, "The embedded MTP module"):
+# The fastest method on this model with every tree measured (docs/lab/results.md, "The embedded MTP module"):
 # 4 to 7 % more tokens/s than eagle3, 2 to 10 % more than eagle2.
 BEST = "mtp"
 # The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time.

@@ -1,4 +1,4 @@
-"""The recipe of docs/adapt.md for reinforcement learning: rollouts by `model.generate`, between which the target's
+"""The recipe of docs/guide/learn_online.md for reinforcement learning: rollouts by `model.generate`, between which the target's
 weights change, while the head learns to draft for them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of formats in docs/checkpoints.md says what the code has."""
+"""The table of formats in docs/reference/head_formats.md says what the code has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eyas import drafters
 from eyas.checkpoints._weights import formats
 from eyas_train import exports
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "head_formats.md"
 
 
 def rows() -> list[list[str]]:

@@ -58,7 +58,7 @@ def test_litellm(ask: Callable[..., Any], server: Running, llm: eyas.LLM) -> Non
 
 
 def test_llm(run: Run, server: Running, llm: eyas.LLM, tmp_path: Path) -> None:
-    """Guards the lines of docs/clients.md for the program `llm`."""
+    """Guards the lines of docs/guide/clients.md for the program `llm`."""
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: eyas\n  model_name: tiny\n  api_base: {server.v1}\n  api_key_name: eyas\n"
     )

@@ -1,4 +1,4 @@
-"""docs/transformers.md is true: its code runs as it stands."""
+"""docs/guide/transformers.md is true: its code runs as it stands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import eyas
 from eyas import tiny
 
-PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "transformers.md").read_text()
 
 
 @pytest.mark.exhaustive
@@ -23,7 +23,7 @@ def test_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A newcomer copies it from top to bottom."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/transformers.md", "exec"), names)
+        exec(compile(block, "docs/guide/transformers.md", "exec"), names)
     told = capsys.readouterr().out
     streamed, _, answer = told.partition("tokens per forward")
     assert float(streamed.split()[-1]) >= 1, "how much is drafted depends on the machine"

@@ -49,7 +49,7 @@ def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "qwen3-8b").mkdir()
     for name in ("qwen/qwen3-8b", str(snapshot), str(tmp_path / "qwen3-8b")):
         assert named.listed_heads(name) == wanted
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "head_formats.md").read_text()
     exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "listed_heads" in block), {})
     assert capsys.readouterr().out.count("https://") == len(wanted)
     for name in ("Qwen3-8B", "Qwen/Qwen3-8", str(tmp_path / "nothing" / "Qwen3-8B"), "", "embedded"):

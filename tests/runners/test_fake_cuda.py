@@ -1,5 +1,5 @@
 """Recorded cycles on a GPU that is not there: nothing of the host in them, and no more launches
-than docs/gpu.md says."""
+than docs/lab/gpu_plan.md says."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from eyas.serve.settings import Settings
 from serving import Running, running
 
 ROOT = Path(__file__).parents[2]
-SERVING = (ROOT / "docs" / "serving.md").read_text()
+SERVING = "\n".join((ROOT / "docs" / page).read_text() for page in ("guide/serve.md", "reference/http.md"))
 README = (ROOT / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -62,7 +62,7 @@ def test_metrics_of_the_pages(embedded: Running) -> None:
     shown = httpx2.get(f"{embedded.url}/metrics", timeout=120).text
     known = {re.split(r"[{ ]", line)[0] for line in shown.splitlines() if line and line[0] != "#"}
     known |= {name.removesuffix("_count") for name in known}
-    dashboard = json.loads((ROOT / "docs" / "grafana_dashboard.json").read_text())
+    dashboard = json.loads((ROOT / "deploy" / "grafana_dashboard.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     for name in {*re.findall(r"(?:vllm|eyas):\w+", SERVING), *re.findall(r"(?:vllm|eyas):\w+", asked)}:
         assert name in known, name

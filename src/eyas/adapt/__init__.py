@@ -1,6 +1,6 @@
 """Drafts that learn while they serve, and heads that are put in another one's place while requests run.
 
-    llm = adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/adapt.md)
+    llm = adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
     llm.save_draft("my_head")
     swap_draft(llm, "another_head")          from the next cycle on; requests in flight go on
 

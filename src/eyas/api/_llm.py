@@ -144,7 +144,7 @@ class LLM:
         Args:
             prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
                 tokenizer returns), or a list of those (a tensor [B, T]). With images: messages with image
-                parts, or what the target's processor returns for one prompt (docs/targets.md).
+                parts, or what the target's processor returns for one prompt (docs/guide/models.md).
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
@@ -177,7 +177,7 @@ class LLM:
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
             response_format, regex, grammar, choice: the texts that the answer may have
-                (docs/structured_output.md). response_format is OpenAI's, or a model of pydantic.
+                (docs/guide/structured_output.md). response_format is OpenAI's, or a model of pydantic.
 
         Returns:
             A Result, or a list of them in the order of the prompts. With n above 1 a list of n

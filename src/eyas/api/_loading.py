@@ -55,11 +55,11 @@ def load(
 
     Args:
         target: a local folder, a hub id, a file in GGUF format, or a loaded model, which is used as it is; quantised
-            models stay quantised (docs/targets.md). "smollm2" is SmolLM2-135M-Instruct, which is fetched when it is
+            models stay quantised (docs/guide/models.md). "smollm2" is SmolLM2-135M-Instruct, which is fetched when it is
             first asked for. None is the embedded model with its own head. Its own forward follows new weights and
             hooks; kernels raise ModelError after them. Changes through `parameter.data` are not noticed: load again.
         draft: the local folder or hub id of a draft head, or a Drafter, or the name of a method that needs no head.
-            "auto" takes the first head that is listed for this target and can be read (docs/checkpoints.md), and a
+            "auto" takes the first head that is listed for this target and can be read (docs/reference/head_formats.md), and a
             warning says which.
         method: a name that `eyas methods` lists, or a dotted path. None is the method that the head was made for
             (eagle2 for an EAGLE-1 head); without a head it is `suffix`, and for the embedded model `mtp`.
@@ -70,7 +70,7 @@ def load(
             need the extra `peft`.
         gguf_file: the name of a file in GGUF format in the target's folder or on the hub. Its quantised
             weights are converted to plain ones. Needs the extra `quantised`.
-        cache: whether the converted GGUF file is kept on this machine and used again (docs/targets.md).
+        cache: whether the converted GGUF file is kept on this machine and used again (docs/guide/models.md).
         tokenizer: a local folder, a hub id or a tokenizer, where it is not the target's own. False loads none.
         dtype: "auto" is float32 on a CPU, and the checkpoint's own dtype on an accelerator or for quantised weights.
         device: "auto" is CUDA if available, else the CPU.

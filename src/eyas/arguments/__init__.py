@@ -102,8 +102,8 @@ SYNONYMS = {
     "stop_strings": "stop",
 }
 INSTEAD = {
-    "sampling_params": "give its fields as keywords (docs/names.md): llm.generate(prompt, temperature=...)",
-    "generation_config": "give its fields as keywords (docs/names.md): llm.generate(prompt, temperature=...)",
+    "sampling_params": "give its fields as keywords (docs/guide/coming_from.md): llm.generate(prompt, temperature=...)",
+    "generation_config": "give its fields as keywords (docs/guide/coming_from.md): llm.generate(prompt, temperature=...)",
     "num_return_sequences": "write llm.generate(prompt, n=...)",
     "n": "several answers to a prompt are what llm.generate(prompt, n=...) returns",
     "num_beams": "eyas decodes greedily or samples, without beams",

@@ -1,6 +1,6 @@
 """What authors of formats use, besides `Weights`, `ExportTarget` and `Format` of `eyas.checkpoints`.
 
-A format is a module with the functions that `Format` describes (docs/checkpoints.md); a distribution names it as an
+A format is a module with the functions that `Format` describes (docs/reference/head_formats.md); a distribution names it as an
 entry point of the group "eyas.formats". `formats` yields all that are installed.
 
 Everything else in modules that begin with an underscore may change.

@@ -24,9 +24,9 @@ class AdaptOptions:
     adapt: Annotated[bool, "Method"] = False
     """Let the head learn from the answers (EAGLE-3, MTP)."""
     adapt_percent: Annotated[PositiveFloat, "Method", "N"] = 3.0
-    """Time for that, in percent of drafting."""
+    """Share of drafting time to spend on learning, in percent."""
     adapt_save: Annotated[str | None, "Method", "FOLDER"] = None
-    """Write the head there at the end."""
+    """Write the head to this folder at the end."""
 
 
 def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:

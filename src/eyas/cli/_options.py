@@ -31,7 +31,7 @@ from eyas.option_texts import Option, field_docstrings, list_options, parse_opti
 Options = TypeVar("Options")
 
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
-PANELS = ("Prompt", "Server", "Limits", "Model", "Method", "Data", "Training", "Sampling", "Output", "Machine")
+PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
@@ -81,7 +81,7 @@ def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
 
 
 AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
-VERBOSE = Annotated[bool, "Machine", Parameter(help="Show what the libraries print.")]
+VERBOSE = Annotated[bool, "Machine", Parameter(help="Show the output of the libraries, too.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,
     "Method",
@@ -99,12 +99,11 @@ class TargetOptions:
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The target model: a folder, a hub id or a file in GGUF format. Default: the embedded model."""
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
-    """A GGUF file of the target's folder or repository."""
+    """GGUF file in the target's folder or repository."""
     cache: Annotated[bool, "Machine", Parameter(name="--cache", negative="--no-cache")] = True
     """Keep converted GGUF files."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
-    """An adapter of PEFT (LoRA, DoRA), which is merged into the target unless it is quantised.
-    NAME=PATH, several times: requests choose one by its name."""
+    """PEFT adapter (LoRA, DoRA) to merge. Give several NAME=PATH to let requests choose."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
@@ -115,20 +114,20 @@ class TargetOptions:
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
     device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
-    """auto, balanced: layers are spread over all GPUs; the rest waits in memory or on disk. Or a JSON file
-    with a device, "cpu" or "disk" for each part, as transformers takes it."""
+    """auto, balanced: spread the layers over all GPUs, memory and disk. Or a JSON file with a device, "cpu" or
+    "disk" for each part of the model."""
     offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
-    """For weights that the device map puts on disk, where the checkpoint is not safetensors."""
+    """Folder for weights on disk, if not safetensors."""
     kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], "Machine"] = "auto"
-    """Compiled kernels on a CPU, CUDA graphs and Triton kernels on a GPU: where they suit the model
-    (auto), with a note where not (on), never (off). fixed: drafts change no bit, or an error.
-    compile: torch.compile for other layers on a GPU."""
+    """auto: compiled kernels on a CPU, CUDA graphs on a GPU, if they support the model. on: also say why if
+    not. off: the model's own code. fixed: sum in one order, or fail. compile: torch.compile for other layers on
+    a GPU."""
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
-    """Round the target's weights: fewer bytes to read, but the text is that of the rounded model.
+    """Round the target's weights: fewer bytes to read, but the text is the rounded model's.
     Needs the compiled kernels."""
     activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "Machine"] = "exact"
-    """Round the inputs of matrix products as well: bfloat16 with weights kept so, int16 or int8 with
-    int8 and int4 weights."""
+    """Round the inputs of matrix products, too: bfloat16 for bfloat16 weights, int16 or int8 for int8 and int4
+    weights."""
     verbose: VERBOSE = False
 
 
@@ -136,8 +135,8 @@ DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",
     Parameter(
-        help="The draft head's weights. exact: as stored; int8 with the compiled kernels. fp8: on GPUs that multiply it. "
-        "int4: with the compiled kernels. The text stays the same."
+        help="Format of the draft head's weights. exact: as stored, but the compiled kernels round to int8. "
+        "fp8: for GPUs that multiply it. int4: for the compiled kernels. The text stays the same."
     ),
 ]
 
@@ -148,12 +147,12 @@ class DraftOptions:
 
     draft: Annotated[str | None, "Model", "PATH|HUB|auto"] = None
     """The draft head: a folder or a hub id. auto: the one that is listed for the target
-    (docs/checkpoints.md)."""
+    (docs/reference/head_formats.md)."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
     head, suffix."""
     draft_with: Annotated[str | None, "Method", "NAME"] = None
-    """A second method, one without a head, such as suffix: both draft in every cycle."""
+    """Second method, without a head, such as suffix. Both draft in every cycle."""
     tree: TREE = None
     draft_weights: DRAFT_WEIGHTS = "exact"
 
@@ -182,9 +181,9 @@ class LengthOptions:
     """Where an answer ends."""
 
     max_new_tokens: Annotated[int | None, "Sampling", "N"] = None
-    """Tokens of an answer, at most. Default: 256, or what fits the context."""
+    """Longest answer in tokens. Default: 256, or the rest of the context if that is less."""
     stop: Annotated[tuple[str, ...], "Sampling", "TEXT"] = ()
-    """End before this text; several may be given."""
+    """End the answer before this text. May be given several times."""
 
 
 @sampling_options("presence_penalty", "frequency_penalty")
@@ -192,11 +191,11 @@ class PenaltyOptions:
     """Options that change the distribution of an answer's tokens further."""
 
     logit_bias: Annotated[tuple[str, ...], "Sampling", "ID:NUMBER"] = ()
-    """Add to the score of a token; -100: nearly never. May be given several times."""
+    """Add a number to a token's score; -100 nearly forbids the token. May be given several times."""
     min_tokens: Annotated[int, "Sampling", "N"] = 0
-    """The answer has at least this many tokens."""
+    """Shortest answer in tokens."""
     stop_token_id: Annotated[tuple[int, ...], "Sampling", "ID"] = ()
-    """End with this token, too; several may be given."""
+    """End the answer with this token, too. May be given several times."""
 
 
 @option_group
@@ -204,12 +203,12 @@ class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOpt
     """How an answer is sampled, and where it ends; and with which adapter."""
 
     use_adapter: Annotated[str | None, "Model", "NAME"] = None
-    """Answer with this one of several adapters. Default: with none."""
+    """Adapter to answer with; default: none."""
 
 
 @option_group
 class StructureOptions:
-    """The texts that an answer may have; see docs/structured_output.md."""
+    """The texts that an answer may have; see docs/guide/structured_output.md."""
 
     json_schema: Annotated[str | None, "Output", "FILE"] = None
     """Answer in JSON of this schema."""

@@ -31,57 +31,57 @@ class ServeOptions:
     """Where the server listens, and its limits."""
 
     host: Annotated[str, "Server", "ADDRESS"] = "127.0.0.1"
-    """0.0.0.0 listens to the whole network."""
+    """Address to listen at; 0.0.0.0 listens to the whole network."""
     port: Annotated[NonNegativeInt, "Server", "N"] = 8000
-    """0: any that is free."""
+    """Port to listen at; 0 takes a free one."""
     name: Annotated[str | None, "Server", "NAME"] = None
     """The model's name for clients. Default: the last part of the target's."""
     api_key: Annotated[tuple[str, ...], "Server", "KEY"] = ()
-    """A key that clients need; may be given several times. Better: in the environment, as EYAS_API_KEY."""
+    """Key that clients must send. May be given several times. Better: set EYAS_API_KEY."""
     admin_key: Annotated[str | None, "Server", "KEY"] = None
-    """The key that may replace the draft head (POST /v1/draft). Better: in the environment, as EYAS_ADMIN_KEY."""
+    """Key that may replace the draft head (POST /v1/draft). Better: set EYAS_ADMIN_KEY."""
     cors_origin: Annotated[tuple[str, ...], "Server", "URL"] = ()
-    """Let web pages of this origin use the server; may be given several times."""
+    """Let web pages of this origin use the server. May be given several times."""
     allowed_host: Annotated[tuple[str, ...], "Server", "NAME"] = ()
-    """Answer to this name in a request's Host header; may be given several times. Default: any, but only
-    this machine's own names where the server listens to this machine alone and needs no key."""
+    """Accept this name in a request's Host header. May be given several times. Default: any name; only this
+    machine's names if the server listens to this machine alone and needs no key."""
     api_docs: Annotated[bool, "Server"] = False
     """Show FastAPI's page of the interface at /docs; a browser loads its scripts from the network."""
     json_logs: Annotated[bool, "Server"] = False
     """Log one JSON object a line."""
     rows: Annotated[PositiveInt, "Limits", "N"] = 8
-    """Sequences that are decoded together."""
+    """Sequences to decode together."""
     queue: Annotated[NonNegativeInt, "Limits", "N"] = 256
-    """Sequences that may wait; a request beyond them gets status 429."""
+    """Sequences that may wait. Further requests get status 429."""
     prefill_budget: Annotated[PositiveInt | Literal["auto"], "Limits", "TOKENS|auto"] = "auto"
-    """Prompt tokens that are read between two cycles, so that a long prompt does not hold up other
-    answers; auto: for each prompt as many as take one and a half cycles."""
+    """Prompt tokens to read between two cycles, so that a long prompt does not delay other answers. auto: as
+    many as take one and a half cycles."""
     max_model_len: Annotated[PositiveInt | None, "Limits", "TOKENS"] = None
-    """Tokens of a prompt and its answer. Default: the target's context."""
+    """Longest prompt with its answer, in tokens. Default: the target's context."""
     max_tokens: Annotated[PositiveInt, "Limits", "TOKENS"] = 4096
-    """Cut answers after so many tokens, also where a request asks for more."""
+    """Cut answers after N tokens, even if a request asks for more."""
     max_body: Annotated[PositiveFloat, "Limits", "MIB"] = 16.0
-    """The largest body of a request; images are in it."""
+    """Largest body of a request, images included."""
     remember: Annotated[NonNegativeInt, "Limits", "N"] = 256
-    """Responses whose conversation is kept in memory, for clients that go on by the id of a response or an item;
-    0: none."""
+    """Responses to keep in memory, for clients that continue by the id of a response or an item; 0 keeps
+    none."""
     recall: Annotated[PositiveInt | None, "Speed", "MIB"] = None
-    """Draft also from earlier answers and from texts sent to /v1/corpora. Each key has so much memory for them.
+    """Draft from earlier answers and from texts sent to /v1/corpora, too. Each key gets this much memory.
     Answers stay the same."""
     recall_minutes: Annotated[PositiveFloat | None, "Speed", "N"] = None
-    """Forget texts that were not used for N minutes."""
+    """Forget texts after N minutes without use."""
     recall_shared: Annotated[bool, "Speed"] = False
-    """Draft from the texts of all keys; how fast an answer comes then tells what others have asked."""
+    """Draft from the texts of all keys. The speed of an answer can then reveal the texts of others."""
     recall_folder: Annotated[str | None, "Speed", "FOLDER"] = None
-    """Keep the texts there from one start to the next; they are written when the server ends."""
+    """Write the texts to this folder when the server ends, and read them at the next start."""
     timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
-    """A request is given up after this time."""
+    """Give up a request after this time."""
     drain: Annotated[PositiveFloat, "Limits", "SECONDS"] = 60.0
-    """After SIGTERM, running answers have this time to end."""
+    """Time for running answers to end after SIGTERM."""
     replicas: Annotated[PositiveInt | None, "Server", "N"] = None
-    """Serve with N processes behind one address, on Ray (docs/scale.md); each has --rows of its own."""
+    """Serve with N processes at one address, on Ray (docs/guide/scale.md); each has --rows of its own."""
     max_replicas: Annotated[PositiveInt | None, "Server", "N"] = None
-    """Start further replicas under load, up to N in all."""
+    """Start further replicas under load, up to N."""
 
 
 @dataclass(frozen=True)

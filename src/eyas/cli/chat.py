@@ -38,7 +38,7 @@ class ChatOptions:
     """How the conversation begins and looks."""
 
     system: Annotated[str | None, "Prompt", "TEXT"] = None
-    """A system message."""
+    """System message."""
     color_accepted: Annotated[bool, "Output"] = False
     """Show drafted text in green."""
 

@@ -55,37 +55,36 @@ class InputOptions:
     """The prompts to answer, and the file that the answers are written to."""
 
     prompt_ids: Annotated[str | None, "Prompt", "1,2,3"] = None
-    """Token ids instead of text."""
+    """Give the prompt as token ids instead of text."""
     image: Annotated[tuple[str, ...], "Prompt", "FILE"] = ()
-    """An image before the prompt, for a model that reads images; may be given several times."""
+    """Image to put before the prompt, for a model that reads images. May be given several times."""
     system: Annotated[str | None, "Prompt", "TEXT"] = None
-    """A system message."""
+    """System message."""
     raw: Annotated[bool, "Prompt"] = False
     """Take the prompt as it is, without the chat template."""
     input: Annotated[str | None, "Prompt", "FILE"] = None
-    """Many prompts: JSONL or Parquet, or a URL; - reads stdin."""
+    """Answer many prompts: a JSONL or Parquet file, a URL, or - for stdin."""
     output: Annotated[str | None, "Output", "FILE.jsonl"] = None
-    """Where their results go, one a line; default: stdout."""
+    """With --input: write the results here. Default: stdout."""
     view: Annotated[str | None, "Output", "FILE.html"] = None
-    """Write a page that shows every cycle of the answer: the tree, its probabilities, what was
-    accepted. It needs no other file."""
+    """Write a page that shows every cycle of the answer: the tree, its probabilities, the accepted tokens."""
     as_json: AS_JSON = False
     logprobs: Annotated[int | None, "Output", "N"] = None
-    """With --json or --output: the log-probability of each token, and those of the N most probable."""
+    """With --json or --output: the log-probability of each token and of the N most probable tokens."""
     prompt_logprobs: Annotated[int | None, "Output", "N"] = None
-    """The same for the prompt's tokens."""
+    """With --json or --output: log-probabilities for the prompt, too."""
     ignore_eos: Annotated[bool, "Sampling"] = False
-    """Continue to --max-new-tokens."""
+    """Go on to --max-new-tokens."""
     n: Annotated[PositiveInt, "Sampling", "N"] = 1
-    """Answers to the prompt, with the seeds --seed, --seed + 1, ...; the prompt is read once."""
+    """Give N answers, with the seeds --seed, --seed + 1, and so on. The prompt is read once."""
     prediction: Annotated[str | None, "Method", "FILE"] = None
-    """A file with text that the answer probably repeats; it is drafted, and changes the speed only."""
+    """File with text that the answer may repeat."""
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
     """off: decode plainly; N: at most N draft tokens a cycle."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Prompts of --input, or answers of --n, that are decoded together. Default: 1 on a CPU, 8 elsewhere."""
+    """Prompts of --input, or answers of --n, to decode together. Default: 1 on a CPU, 8 elsewhere."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Processes that answer the lines of --input, on Ray (docs/scale.md)."""
+    """Answer the lines of --input with N processes, on Ray (docs/guide/scale.md)."""
 
 
 def command(

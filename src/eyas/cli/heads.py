@@ -20,7 +20,7 @@ eyas heads FOLDER  # a fine-tune: also the heads of its base model, and models f
 eyas heads  # all heads that are listed
 """
 NOTES = (
-    "Nothing is fetched but the config.json of a hub id. Heads in the list have not been tried: docs/checkpoints.md.",
+    "Nothing is fetched but the config.json of a hub id. Heads in the list have not been tried: docs/reference/head_formats.md.",
 )
 
 

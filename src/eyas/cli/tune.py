@@ -41,7 +41,7 @@ class TuneOptions:
     """A method with dynamic trees. Default: the best for the head."""
     draft_weights: DRAFT_WEIGHTS = "exact"
     force: Annotated[bool, "Machine"] = False
-    """Measure again what was measured before."""
+    """Measure everything again."""
     as_json: AS_JSON = False
 
 

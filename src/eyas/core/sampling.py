@@ -162,7 +162,7 @@ class GumbelNoise:
     """Random numbers of B rows as pure functions of (seed, stream, position, index). A row with
     greedy sampling gets no noise.
 
-    Streams keep uses apart (docs/random_numbers.md says who reads which number, and why none is read twice):
+    Streams keep uses apart (docs/design/random_numbers.md says who reads which number, and why none is read twice):
 
         TARGET   the target's draw                     (absolute position, token)
         ACCEPT   acceptance tests of drawn siblings    (position of the sibling, its number among its siblings)

@@ -179,7 +179,7 @@ class Method(DynamicEagle):
     @torch.no_grad()
     def fit_start(self, batch: Batch) -> str:
         """See `nn/fitting.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
-        target's last layer behind a fit of its input predicted less (docs/log.md)."""
+        target's last layer behind a fit of its input predicted less (docs/lab/log.md)."""
         now_M = before_others(batch.documents, batch.tokens_N.device)
         goal_MD = batch.features_NF[now_M + 1].float()
         inputs_MX = self.net.joined(batch.features_NF[now_M].float(), self.embed(batch.tokens_N[now_M + 1]).float())

@@ -1,6 +1,6 @@
 """What authors of methods use, besides `DraftMethod`, `Batch` and `Loss` of `eyas.drafters`.
 
-A method is a module with one class named `Method` (docs/add_a_method.md). It need not live in eyas; these
+A method is a module with one class named `Method` (docs/design/add_a_method.md). It need not live in eyas; these
 are the parts of eyas' own methods that others build on:
 
     trees      DynamicTree, DraftNetSteps, grow_dynamic     a tree of the most probable paths (EAGLE-2, section 4)

@@ -1,4 +1,4 @@
-"""eyas inside of transformers: three ways to give its drafts to `model.generate` (docs/transformers.md).
+"""eyas inside of transformers: three ways to give its drafts to `model.generate` (docs/guide/transformers.md).
 
     model.generate(**inputs, custom_generate=eyas.hf(draft=...))
     eyas.attach(model, draft=...)               afterwards `model.generate`, pipelines and lm-eval work as before

@@ -90,7 +90,7 @@ def _check_files(messages: Messages) -> None:
 
 @cache
 def _processor(source: str) -> Any:
-    hint = "give what the model's processor returns as the prompt (docs/targets.md)"
+    hint = "give what the model's processor returns as the prompt (docs/guide/models.md)"
     if not source:
         raise InputError(
             f"messages with images need the processor that comes with the target, and this target has no folder: {hint}"

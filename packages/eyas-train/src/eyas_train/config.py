@@ -79,9 +79,9 @@ class TrainConfig:
     batch_tokens: int = 8192
     """Tokens of a batch, padding included."""
     accumulation: int = 1
-    """Batches of a step, of all processes together."""
+    """Batches per optimizer step, summed over processes."""
     max_length: int = 2048
-    """Tokens of an example (used by data.read)."""
+    """Longest example in tokens."""
     heldout: float = 0.05
     """Share of the lines kept apart (used by data.read)."""
     heldout_tokens: int = 50_000
@@ -95,7 +95,7 @@ class TrainConfig:
     """
     share_target: bool = False
     """Several processes with --data: each keeps a share of the target's layers in the CPU's memory, and they come to the
-    device one after another (docs/scale.md)."""
+    device one after another (docs/guide/scale.md)."""
     seed: int = 0
     """Seed of a new head's weights, the order of the data and the noise in the loss."""
     eval_every: int = 200

@@ -193,7 +193,7 @@ def test_a_window_and_the_targets_lm_head(name: str, tmp_path: Path, target: Tar
 def test_ids_and_keys_are_what_the_engines_read(tmp_path: Path, target: Target) -> None:
     """Guards against ids that only our own readers take back, as both sides of a round trip may be
     wrong in the same way: SGLang counts outputs under eagle_config, vLLM inputs at the top level,
-    and "bias" must never say what SafeAILab means by it (see docs/export.md)."""
+    and "bias" must never say what SafeAILab means by it (see docs/reference/export.md)."""
     head, bias = head_of(target, "eagle3", **EXPLICIT), head_of(target, "eagle1")
     written = {}
     for one, name in ((head, "sglang"), (head, "vllm"), (head, "speculators"), (bias, "sglang"), (bias, "vllm")):

@@ -67,32 +67,31 @@ class AuditOptions:
     url: Annotated[str | None, "Server", "URL"] = None
     """A server of OpenAI's interface: http://127.0.0.1:8000/v1."""
     plain_url: Annotated[str | None, "Server", "URL"] = None
-    """The same server started without drafts, for the comparison of greedy texts. Default: plain
-    decoding of eyas."""
+    """Second server, started without drafts, to compare greedy texts with. Default: plain decoding of eyas."""
     model: Annotated[str, "Server", "NAME"] = ""
     """The model's name there. Default: the first one that the server lists."""
     server_dtype: Annotated[Literal["float32", "bfloat16", "float16", "int8"], "Server"] = "float32"
-    """The dtype that the deployment computes in. It decides how large a difference rounding may explain."""
+    """Dtype of the deployment. It decides how large a difference rounding may explain."""
     extra_body: Annotated[str | None, "Server", "JSON"] = None
     """Further fields of each request, as a JSON object."""
     assistant: Annotated[str | None, "Model", "PATH|HUB"] = None
     """Audit `generate` of transformers with this assistant model."""
     prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
-    """Your own prompts, as `eyas generate --input` reads them. Default: eight of ours."""
+    """Your own prompts, as `eyas generate --input` reads them. Default: eight prompts that come with eyas."""
     sampling: Annotated[tuple[str, ...], "Sampling", "T[:K[:P]]"] = ("1", "0.7:0:0.9", "1:20")
     """Temperature, top-k and top-p of an audited setting; several may be given."""
     tokens: Annotated[NonNegativeInt, "Sampling", "N"] = 20_000
-    """Sampled tokens for each of them; 0: greedy only."""
+    """Sampled tokens for each sampling; 0 audits greedy decoding only."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 64
     """Tokens of an answer, at most."""
     error: Annotated[PositiveFloat, "Sampling", "P"] = 0.001
-    """With this probability at most, a lossless deployment fails."""
+    """Highest probability that a lossless deployment fails the audit."""
     concurrency: Annotated[PositiveInt, "Limits", "N"] = 4
-    """Requests at a time, where several are asked together."""
+    """Requests to send at the same time."""
     seed: Annotated[NonNegativeInt, "Sampling", "N"] = 0
-    """Other seeds, other answers."""
+    """Seed of the audit; another seed draws other answers."""
     output: Annotated[str, "Output", "FOLDER"] = "out/audit"
-    """The report, and what is done so far."""
+    """The folder of the report and of the parts that are done."""
     self_test: Annotated[bool, "Output"] = False
     """Audit eyas with known biases put in: each must be found, and eyas itself must pass."""
     as_json: AS_JSON = False

@@ -65,7 +65,7 @@ class BenchOptions:
     prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Your own prompts, instead of --tasks."""
     limit: Annotated[PositiveInt | None, "Prompt", "N"] = None
-    """Prompts of each set, at most."""
+    """Most prompts of all sets together."""
     temperature: Annotated[tuple[float, ...], "Sampling"] = (0.0,)
     """0: greedy; several may be given."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 128
@@ -76,9 +76,9 @@ class BenchOptions:
     """Forget the answers in --output."""
     as_json: AS_JSON = False
     compare: Annotated[tuple[str, str] | None, "Output", "A B"] = None
-    """Only show two finished benches side by side: folders or summaries."""
+    """Only compare two finished benches: folders or summaries."""
     probe: Annotated[NonNegativeInt, "Output", "N"] = 6
-    """Prompts on which draft trees are examined node by node, in a pass of its own."""
+    """Prompts on which to examine draft trees node by node, in a separate pass."""
     simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""

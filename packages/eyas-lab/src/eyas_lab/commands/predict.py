@@ -21,9 +21,9 @@ EXAMPLES = """
 eyas predict --target meta-llama/Llama-3.1-8B-Instruct --machine h100  # with a typical EAGLE-3 head
 eyas predict --target config.json --machine h200 --method mtp --rows 16  # a model that is not there yet, 16 requests
 eyas predict --target MODEL --machine cpu --draft HEAD --weights int8  # this CPU, measured; the head's own acceptance
-eyas predict --target MODEL --machine my_gpu.json --acceptance 0.8,0.75,0.7  # docs/predict.md has the fields
+eyas predict --target MODEL --machine my_gpu.json --acceptance 0.8,0.75,0.7  # docs/guide/predict.md has the fields
 """
-NOTES = ("No weights are read: a config.json is enough. What it leaves out, and how far it was off: docs/predict.md.",)
+NOTES = ("A config.json is enough. On CPUs 10 of 15 were within 20 %; no GPU was tried: docs/guide/predict.md.",)
 
 
 @option_group
@@ -33,8 +33,8 @@ class PredictOptions:
     target: Annotated[str, "Model", "PATH|HUB|CONFIG"] = "embedded"
     """The target model: a name, a folder, a hub id, or just its config.json."""
     machine: Annotated[str, "Machine", "cpu|h100|h200|FILE"] = "cpu"
-    """cpu: this one, measured in half a minute and kept; h100, h200: as published; or a JSON file
-    with bandwidth, rates and overheads (docs/predict.md)."""
+    """cpu: this machine, measured once in half a minute. h100, h200: published figures. Or a JSON file
+    with bandwidth, rates and overheads (docs/guide/predict.md)."""
     draft: Annotated[str | None, "Model", "PATH|HUB|CONFIG"] = None
     """The draft head, or a small model: a folder, a hub id, or just its config.json. Default: a
     typical head of the method."""
@@ -56,7 +56,7 @@ class PredictOptions:
     context: Annotated[NonNegativeInt, "Limits", "N"] = 512
     """Tokens of each request before the cycle."""
     trees: Annotated[PositiveInt, "Output", "N"] = 5
-    """So many trees are shown, the fastest first."""
+    """Show the N fastest trees."""
     force: Annotated[bool, "Machine"] = False
     """Measure this CPU again."""
     as_json: AS_JSON = False

@@ -117,8 +117,8 @@ def _check_number(value: Any, what: str, least: float, most: float = math.inf) -
 
 REACHED_BANDWIDTH = 0.85  # of the published one, by large kernels that read weights; assumed
 REACHED_FLOPS = 0.6  # of the published ones, by products with few rows; assumed
-KERNEL_SECONDS = 2e-6  # of a small kernel in a recorded graph; assumed, as in docs/gpu.md
-# Kernels, as docs/gpu.md counts them: of a layer beside its four products, of a pass beside its layers, of a draft
+KERNEL_SECONDS = 2e-6  # of a small kernel in a recorded graph; assumed, as in docs/lab/gpu_plan.md
+# Kernels, as docs/lab/gpu_plan.md counts them: of a layer beside its four products, of a pass beside its layers, of a draft
 # and of each of its levels beside the layer, of verification and commit.
 LAYER_KERNELS, PASS_KERNELS, DRAFT_KERNELS, LEVEL_KERNELS, VERIFY_KERNELS, PLAIN_KERNELS = 6, 5, 18, 8, 13, 3
 
@@ -137,7 +137,7 @@ def _hopper(name: str, bandwidth: float, sheet: str) -> Machine:
         draft_seconds=DRAFT_KERNELS * KERNEL_SECONDS,
         level_seconds=LEVEL_KERNELS * KERNEL_SECONDS,
         source=f"{sheet}: {bandwidth / 1e12:.2f} TB/s, 989 TFLOP/s in bfloat16; assumed: {REACHED_BANDWIDTH:.0%} and "
-        f"{REACHED_FLOPS:.0%} of them are reached, {1e6 * KERNEL_SECONDS:.0f} us a small kernel (docs/gpu.md)",
+        f"{REACHED_FLOPS:.0%} of them are reached, {1e6 * KERNEL_SECONDS:.0f} us a small kernel (docs/lab/gpu_plan.md)",
     )
 
 

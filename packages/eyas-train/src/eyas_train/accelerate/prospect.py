@@ -25,7 +25,7 @@ __all__ = ["METHODS", "Models", "Prospect", "look"]
 
 log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
 
-METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/accelerate.md) first
+METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/guide/train.md) first
 ROWS = {"cpu": 8}  # conversations that are answered at a time; elsewhere OTHER_ROWS
 OTHER_ROWS = 16
 MOST_NEW_TOKENS = 256  # an answer is cut there

@@ -58,7 +58,7 @@ EXAMPLES = """
 eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
 eyas accelerate MODEL --dry-run  # only the plan: each step, and how long it takes
-eyas generate --target MODEL --draft HEAD "Why ..."  # what it is for
+eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the new head
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
@@ -74,11 +74,11 @@ class AccelerateOptions:
     """Questions or chats (JSONL) like those that the model will get, .gz too. Default: questions of
     ours, in English."""
     minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
-    """The time for everything together."""
+    """Minutes for the whole command."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """mtp or eagle3. Default: mtp if it suits the model, otherwise eagle3."""
     output: Annotated[str | None, "Output", "FOLDER"] = None
-    """Where the head goes, with its card and a report."""
+    """Folder for the head, its card and a report."""
     dry_run: Annotated[bool, "Output"] = False
     """Only measure, and print the plan. Nothing is kept."""
     as_json: AS_JSON = False

@@ -39,13 +39,13 @@ class BuildOptions:
     output: Annotated[str, "Data", "FOLDER"]
     """The folder of the datastore."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """The model whose tokenizer is used. Default: the embedded model."""
+    """Model whose tokenizer to use. Default: the embedded model."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the tokenizer."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Processes that make tokens of the data, on Ray (docs/scale.md)."""
+    """Tokenise the data with N processes, on Ray (docs/guide/scale.md)."""
     verbose: VERBOSE = False
 
 

@@ -22,13 +22,13 @@ eyas export HEAD --format vllm --output FOLDER  # EAGLE-1, EAGLE-2, EAGLE-3
 eyas export HEAD --format sglang --output FOLDER  # without explicit layers, vLLM and llama.cpp read it too
 eyas export HEAD --format speculators --target MODEL --output FOLDER  # names its target
 eyas export HEAD --format gguf --target TARGET.gguf --output HEAD.gguf  # llama.cpp; EAGLE-3, DFlash, DFlash 2, DSpark
-eyas generate --draft FOLDER "Why ..."  # every export is read by eyas as well
+eyas generate --target MODEL --draft FOLDER "Why ..."  # eyas reads each export, too
 """
 NOTES = (
     "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "
     "vllm, sglang, speculators (DFlash, DFlash 2, DSpark), openvino (DFlash); checkpoint (an MTP module, into a copy of its target); "
     "gguf (EAGLE-3, DFlash, DFlash 2, DSpark; an MTP module, into a copy of its target's file).",
-    "What an engine would compute in another way is refused, with the reason: see docs/export.md.",
+    "What an engine would compute in another way is refused, with the reason: see docs/reference/export.md.",
 )
 
 
@@ -37,19 +37,17 @@ class ExportOptions:
     """The format and the place of the export."""
 
     format: Annotated[str, "Output", "NAME"]
-    """The engine, or the library, that is to read the head."""
+    """Engine or library that will read the head."""
     output: Annotated[str, "Output", "FOLDER|FILE"]
     """A new folder; for gguf a new file."""
     dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, "Output"] = None
     """The type in which a GGUF file stores matrices. Default: the head's own."""
     target: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """The target model: its name goes into the head where the format has one; its embeddings are
-    read where the head's have to be compared or changed. For gguf its own file in GGUF format, whose
-    vocabulary the head needs. "embedded" is the embedded model. Default:
-    the name that the head's record has."""
+    """The target model. Some formats hold its name, and some need its embeddings. For gguf give the target's
+    own GGUF file, whose vocabulary the head needs. Default: the name in the head's record."""
     generate_hook: Annotated[bool, "Output"] = False
-    """Also write custom_generate/, by which generate of transformers decodes with this head:
-    docs/transformers.md."""
+    """Also write custom_generate/, with which transformers' generate uses this head
+    (docs/guide/transformers.md)."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     as_json: AS_JSON = False

@@ -62,28 +62,29 @@ class FeatureOptions:
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
     """Chats (JSONL, Parquet) or plain text, .gz too, here or at a URL; several files are mixed."""
     output: Annotated[str, "Data", "FOLDER"]
-    """Where the features go."""
+    """Folder for the features."""
     method: Annotated[str, "Data", "NAME,..."] = "eagle3"
-    """Methods to be trained: the layers that they read are written."""
+    """Methods to train later. Their layers are written."""
     layers: Annotated[str | None, "Data", "K,..."] = None
-    """These layers instead: hidden_states[k]; the number of layers means after the final norm."""
+    """Write these layers instead: hidden_states[k]. The number of layers stands for the state after the final
+    norm."""
     max_length: Annotated[int, "Data", AT_LEAST_3] = 2048
-    """Tokens of an example."""
+    """Longest example in tokens."""
     heldout: Annotated[float, "Data", Parameter(validator=Number(gte=0, lt=1))] = 0.05
-    """Share of the lines that is held out."""
+    """Share of the lines to hold out."""
     store_dtype: Annotated[Literal["bfloat16", "float16", "float32", "float8_e4m3fn"], "Output"] = "bfloat16"
     """The type of features on disk; float8_e4m3fn, with a scale for each token and layer, takes half of the bytes."""
     shard_mib: Annotated[PositiveFloat, "Output"] = 512.0
     """Size of a file, and of the memory for it."""
     yes: Annotated[bool, "Output"] = False
-    """Do not ask, whatever the size. Otherwise asks above 10 GiB."""
+    """Do not ask before large outputs. Otherwise asks above 10 GiB."""
     verify: Annotated[bool, "Output"] = False
-    """Only compare the checksums of what is in --output."""
+    """Only compare the checksums of the files in --output."""
     batch_tokens: Annotated[int, "Machine", AT_LEAST_3] = 8192
     """Tokens that the target reads at a time, padding included."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Processes, each with the target: of this machine, or of the Ray cluster that RAY_ADDRESS names (docs/scale.md).
-    Default: one a device."""
+    """Processes, each with its own target, on this machine or on the Ray cluster of RAY_ADDRESS
+    (docs/guide/scale.md). Default: one per device."""
     part: Annotated[str, "Machine", "K/N"] = "1/1"
     """Make every N-th shard only, from the K-th on."""
     only: Annotated[str | None, HIDDEN] = None

@@ -57,7 +57,7 @@ def command(
     *,
     job: PushOptions,
 ) -> None:
-    """Send a draft head with a model card to the hub, or show what would be sent."""
+    """Send a draft head with a model card to the hub, or only show the files and the card."""
     from eyas import checkpoints
 
     folder = Path(head).expanduser()

@@ -73,16 +73,16 @@ class RegenerateOptions:
     minutes: Annotated[PositiveFloat | None, "Data", "N"] = None
     """Begin no further conversation after N minutes."""
     output: Annotated[str, "Output", "FILE.jsonl"]
-    """Where the conversations go, one a line."""
+    """File for the conversations, one per line."""
     drop_cut: Annotated[bool, "Output"] = False
-    """Leave out replies that --max-new-tokens cut, and what follows them. Default: mark them."""
+    """Leave out replies that --max-new-tokens cut, and the turns after them. Default: mark them."""
     as_json: AS_JSON = False
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 1024
     """Tokens of a reply; a longer one is cut."""
     rows: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Conversations at a time. Default: 8 on a CPU, 16 elsewhere."""
+    """Conversations to answer together. Default: 8 on a CPU, 16 elsewhere."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Answer with N processes, each with --rows of its own, on Ray (docs/scale.md); conversations come in the order
+    """Answer with N processes, each with --rows of its own, on Ray (docs/guide/scale.md); conversations come in the order
     of the data."""
 
 

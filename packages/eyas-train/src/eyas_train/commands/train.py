@@ -73,20 +73,20 @@ class HeadOptions:
     features: Annotated[str | None, "Data", "FOLDER"] = None
     """The folder that `eyas features` wrote, or a URL that it was copied to, instead of --data."""
     features_cache: Annotated[PositiveFloat, "Data", "GIB"] = 20.0
-    """How much of features at a URL is kept in a temporary folder (TMPDIR), by each process."""
+    """Room in the temporary folder (TMPDIR) for features from a URL, for each process."""
     output: Annotated[str, "Data", "FOLDER"]
-    """Where the head goes, and the state from which a run goes on."""
+    """Folder for the head, and for the state from which a run continues."""
     restart: Annotated[bool, "Data"] = False
     """Forget the state in --output and begin again."""
     method: Annotated[str, "Method", "NAME"] = "eagle3"
-    """The method that the head is for: see `eyas methods`."""
+    """Method to train a head for; `eyas methods` lists them."""
     init: Annotated[str | None, "Model", "PATH|HUB"] = None
-    """Begin with this head instead of a new one; it keeps its draft vocabulary."""
+    """Start from this head, which keeps its draft vocabulary."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Train with N processes that Ray starts, and starts again where one is lost (docs/scale.md); it does what torchrun
-    does. All machines must see --output."""
+    """Train with N processes on Ray, which restarts a lost one (docs/guide/scale.md), instead of with torchrun.
+    All machines must see --output."""
     min_workers: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """Start with N processes, and go on with N, while the cluster has no room for all of --workers."""
+    """Run with N processes while the cluster has no room for all of --workers."""
 
 
 class TrainingOptions(ConfigOptions):

@@ -1,0 +1,104 @@
+"""Write the table on the README's first screen from a record of `eyas bench`.
+
+python runs/front_page.py            rewrites README.md between its two marks
+python runs/front_page.py --check    exit status 1 when the README is not what this program makes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from _markdown import table
+from _records import record
+
+from eyas.files import write_text
+
+PAGE = Path(__file__).resolve().parents[1] / "README.md"
+RECORD, PROCESSOR = "smollm2_float32_avx512", "with AVX-512"  # the bench that the table shows, and where it ran
+ROWS = {
+    "transformers": "transformers `generate`",
+    "vanilla": "eyas without drafts",
+    "eagle3": "eyas with its EAGLE-3 head",
+}
+TASKS = {
+    "eagle/alpaca": "instructions",
+    "eagle/gsm8k": "sums",
+    "eagle/humaneval": "code",
+    "eagle/mt_bench": "chats",
+    "eagle/qa": "questions",
+    "eagle/sum": "summaries",
+}
+BEGIN, END = "<!-- made by runs/front_page.py -->", "<!-- end -->"
+
+
+def front_table(name: str) -> str:
+    """Return the table of a record, and the lines below it."""
+    rows = {r["method"]: r for r in record(name)["rows"] if r["task"] == "all" and r["temperature"] == 0}
+    generate = rows["transformers"]["tokens_per_second"]
+    lines = [
+        [label, f"{rows[method]['tokens_per_second']:.0f}", f"{rows[method]['tokens_per_second'] / generate:.1f}x"]
+        for method, label in ROWS.items()
+    ]
+    if not all(rows[method]["equal"] for method in ROWS):
+        sys.exit(f"{name}: the texts are not equal, so the README cannot show it")
+    head = rows["eagle3"]
+    low, high = head["speedup_low"], head["speedup_high"]
+    return "\n".join(
+        [
+            f"SmolLM2-135M in {record(name)['machine']['dtype']}, the same weights in every row, {machine_of(name)},",
+            f"greedy, one request at a time ([record](docs/results/{name}.json)):",
+            "",
+            table(["", "tokens/s", "over `generate`"], lines, numbers=2),
+            "",
+            "The texts of all three rows are equal.",
+            f"Drafts alone give {head['speedup']:.2f}x ({low:.2f} to {high:.2f}), by task:",
+            f"{by_task(name)}.",
+        ]
+    )
+
+
+def machine_of(name: str) -> str:
+    """Return the machine of a record in words."""
+    machine = record(name)["machine"]
+    return f"{machine['threads']} cores of an {machine['cpu']} {PROCESSOR}"
+
+
+def by_task(name: str) -> str:
+    """Return the speed-up by drafts on each kind of text, the largest first."""
+    found = [
+        (row["speedup"], TASKS[row["task"]])
+        for row in record(name)["rows"]
+        if row["method"] == "eagle3" and row["temperature"] == 0 and row["task"] in TASKS
+    ]
+    return ", ".join(f"{task} {speedup:.2f}" for speedup, task in sorted(found, reverse=True))
+
+
+def page(old: str) -> str:
+    """Return the README with the table of the record between its marks."""
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{PAGE} lacks the line {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n\n{front_table(RECORD)}\n\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 when the README would change"
+    )
+    args = parser.parse_args(arguments)
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if args.check:
+        return int(old != new)
+    write_text(PAGE, new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Write the index of the log and the page of negative results from the files in docs/lab/log/.
+
+    python runs/log_index.py            rewrites docs/lab/log.md behind its marker, and docs/lab/negative_results.md
+    python runs/log_index.py --check    exit status 1 when one of the two pages would change
+
+A new entry goes to the top of the file of its day: `## 2026-11-27: what was decided (commit)`, the commit where it is known.
+A paragraph that says "Negative" goes to the page of negative results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from _markdown import table
+
+from eyas.files import write_text
+
+LAB = Path(__file__).resolve().parents[1] / "docs" / "lab"
+INDEX, NEGATIVE = LAB / "log.md", LAB / "negative_results.md"
+MARKER = "<!-- Everything below is made by runs/log_index.py from docs/lab/log/*.md. -->"
+HEADING = re.compile(
+    r"^## (?P<day>\d{4}-\d\d-\d\d)(?P<when>[^:]*): (?P<title>.+?)(?: \((?P<commit>[0-9a-f]{7,})\))?$", re.M
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the log."""
+
+    day: str
+    title: str
+    commit: str
+    text: str
+
+    @property
+    def link(self) -> str:
+        """The entry's title, linked to the file of its day."""
+        return f"[{self.title}](log/{self.day}.md)"
+
+
+def entries() -> Iterator[Entry]:
+    """Yield the entries, the newest first."""
+    for file in sorted((LAB / "log").glob("*.md"), reverse=True):
+        text = file.read_text(encoding="utf-8")
+        found = list(HEADING.finditer(text))
+        ends = [match.start() for match in found[1:]] + [len(text)]
+        for match, end in zip(found, ends, strict=True):
+            yield Entry(match["day"], match["title"], match["commit"] or "", text[match.end() : end])
+
+
+def index(old: str) -> str:
+    """Return docs/lab/log.md: its hand-written head, and one line for each entry."""
+    head, marker, _ = old.partition(MARKER)
+    if not marker:
+        sys.exit(f"{INDEX} lacks the line {MARKER}")
+    lines = [[entry.day, entry.link, entry.commit] for entry in entries()]
+    return f"{head}{MARKER}\n\n{table(['date', 'decision', 'commit'], lines)}\n"
+
+
+def negative_results() -> str:
+    """Return docs/lab/negative_results.md."""
+    parts = [
+        "# Negative results",
+        "Ideas that were tried and not kept, from the [log](log.md); made by `runs/log_index.py`.",
+    ]
+    for entry in entries():
+        told = [re.sub(r"(\]\()\.\./", r"\1", paragraph) for paragraph in negatives(entry.text)]
+        if told:
+            parts += [f"## {entry.day}: {entry.title}", "\n".join(told)]
+    return "\n\n".join(parts) + "\n"
+
+
+def negatives(text: str) -> Iterator[str]:
+    """Yield the sentences that follow the word "Negative" in each item of a list, as items."""
+    for item in re.split(r"\n(?=- )", text):
+        said = re.search(r"\bNegative\b[:,]?.*", " ".join(item.split()))
+        if said and item.startswith("- "):
+            words = said[0] if said[0].count("**") % 2 == 0 else f"**{said[0]}"
+            yield f"- {words}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when a page would change")
+    args = parser.parse_args(arguments)
+    new = {INDEX: index(INDEX.read_text(encoding="utf-8")), NEGATIVE: negative_results()}
+    if args.check:
+        return int(any(not page.exists() or page.read_text(encoding="utf-8") != text for page, text in new.items()))
+    for page, text in new.items():
+        write_text(page, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,6 @@ program measures nothing.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from typing import Any
 
 from _common import parser, run
 from _markdown import blocks, cell, columns, prose, table
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from eyas import tiny
 from eyas.errors import InputError
-from eyas.files import write_text
+from eyas.files import from_int8, write_text
 from eyas_lab.bench.report import read_summary
 
 Row = Mapping[str, Any]
@@ -305,12 +304,8 @@ def trained(folders: Sequence[Path]) -> str:
 
 def parameters(folder: Path) -> int:
     """Parameters in a folder's files of weights."""
-    count = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
-            count += sum(math.prod(part.get_shape()) for part in slices if part.get_dtype().startswith(("F", "BF")))
-    return count
+    files = (from_int8(load_file(file)) for file in folder.glob("*.safetensors"))
+    return sum(value.numel() for tensors in files for value in tensors.values() if value.is_floating_point())
 
 
 def page(folder: Path, heads: Sequence[Path] = (), old: str = "") -> str:

@@ -8,6 +8,7 @@
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
 #     DATA=../shared/data runs/smollm2.sh deep         # an EAGLE-3 head of four layers that begins as the target's last three
+#     DATA=../shared/data runs/smollm2.sh deeper       # that head goes on with Muon: the one that is shipped
 #     DATA=../shared/data runs/smollm2.sh further eagle3 # the head in eyas-tiny goes on with PARTS='b d', features made on the way
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
 #     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
@@ -56,7 +57,7 @@ pack() { # PART
 }
 
 data() { # the options that name all chats to learn from
-  for part in ${PARTS:-a b c d 0}; do
+  for part in ${PARTS:-a b c d 0 1}; do
     "$PYTHON" runs/smollm2.py chats --chats "$(asked "$part")" --answers "$(packed "$part")" --output "$OUT/chats_$part.jsonl" >&2
     echo --data "$OUT/chats_$part.jsonl"
   done
@@ -84,6 +85,12 @@ deep)
   "$PYTHON" -m eyas train --target smollm2-q4_1 --method eagle3 $(data) --max-length 512 --heldout 0.01 --output "$OUT/deep" \
     --head.draft-vocab 16384 --head.depth 4 --head.kv-heads 9 --head.norm-output --head.fc-norm --ttt.steps 2 \
     --lr "${LR:-6e-4}" --tokens "${TOKENS:-600000}" --batch-tokens 2048 --seed 1 --heldout-tokens 12000 --save-every 10 --eval-every 0
+  ;;
+deeper)
+  # shellcheck disable=SC2046
+  "$PYTHON" -m eyas train --target smollm2-q4_1 --method eagle3 --init "$OUT/deep" $(data) --max-length 512 --heldout 0.01 \
+    --output "$OUT/deeper" --ttt.steps 2 --optimizer muon --lr "${LR:-6e-4}" --tokens "${TOKENS:-900000}" --batch-tokens 4096 \
+    --warmup-steps 6 --seed 8 --heldout-tokens 12000 --save-every 20 --eval-every 0
   ;;
 further)
   # shellcheck disable=SC2046
@@ -127,7 +134,7 @@ ship)
   "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
   ;;
 *)
-  sed -n '2,17s/^# \?//p' "$0" >&2
+  sed -n '2,18s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

@@ -20,6 +20,7 @@ from torch import Tensor
 from eyas import tiny
 from eyas.checkpoints import Weights, _weights, load
 from eyas.errors import CheckpointError
+from eyas.files import from_int8, to_int8
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**400, 0.5, -0.0, 1e-300, float("nan"),
@@ -72,9 +73,11 @@ def outcome(folder: Path) -> Weights | None:
 
 @pytest.fixture(params=sorted(tiny.HEADS))
 def head(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of an embedded head."""
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(tiny.HEADS[request.param] / name, tmp_path / name)
+    """A copy of an embedded head in float16."""
+    source = tiny.HEADS[request.param]
+    shutil.copy(source / "config.json", tmp_path / "config.json")
+    tensors = from_int8(load_file(source / "model.safetensors"))
+    save_file({name: value.half() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -100,11 +103,14 @@ def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 100 < read < (2700 if config["model_type"] == "eyas_mtp" else 2000)  # that one has few settings
 
 
-@pytest.mark.quick("eagle1")
-def test_weights(head: Path) -> None:
+@pytest.mark.quick("eagle1-float16")
+@pytest.mark.parametrize("stored", ["float16", "int8"])
+def test_weights(head: Path, stored: str) -> None:
     """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each
     safetensors file, in the header and behind it. A changed number cannot be noticed here (the
     embedded head's checksum is another test)."""
+    if stored == "int8":
+        save_file(to_int8(load_file(head / "model.safetensors")), head / "model.safetensors")
     whole, rng = (head / "model.safetensors").read_bytes(), random.Random(18)
     size = 8 + int.from_bytes(whole[:8], "little")
     whole = whole[: size + 400_000]  # the header with some of the tensors

@@ -129,7 +129,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         check_finite(path.name, name, tensor)
         scale = tensors.get(name + SCALE)
-        if scale is not None and not tensor.is_floating_point() and scale.shape != tensor.shape[:1]:
+        if scale is not None and tensor.dtype == torch.int8 and scale.shape != tensor.shape[:1]:
             raise CheckpointError(f"{path.name}: {name + SCALE} must hold one number for each row of {name}")
     return from_int8(tensors)
 

@@ -192,9 +192,7 @@ def to_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def from_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with float32 matrices in place of those that `to_int8` packed; all others as they are."""
-    import torch
-
-    scales = {name + SCALE for name, value in tensors.items() if value.dtype == torch.int8} & tensors.keys()
+    scales = {name + SCALE for name, value in tensors.items() if str(value.dtype) == "torch.int8"} & tensors.keys()
     return {
         name: value.float() * tensors[name + SCALE][:, None] if name + SCALE in scales else value
         for name, value in tensors.items()

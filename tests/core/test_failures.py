@@ -15,6 +15,7 @@ from covers import turn
 from eyas import drafters
 from eyas.core.cache import KVCache
 from eyas.core.dormant import Decision, with_policy
+from eyas.core.drafter import method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import ForwardInput, Target
@@ -119,7 +120,7 @@ def check_isolation(
     and the failing one the tokens that it gets without drafts."""
     requests = [answered[0][0], failing, answered[1][0], failing, answered[2][0], answered[0][0]]
     expected = [answered[0][1], None, answered[1][1], None, answered[2][1], answered[0][1]]
-    exact = type(drafter).__module__.rpartition(".")[2] not in DRAWN
+    exact = method_name(drafter) not in DRAWN
     is_poisoned = isinstance(drafter.target.runner, Poisoned)
     before = [] if is_poisoned else run_all(Decoder(drafter.target, make("vanilla", drafter.target)), [failing])[0][0]
     for reuse in reuses:

@@ -246,6 +246,7 @@ class _Grower:
     value_BX: Tensor  # log value of each child, parent by parent
     pick_BK: Tensor  # the children that are expanded next, as indices into value_BX
     visible_BKT: Tensor  # which expanded nodes each of these attends to
+    itself_BKK: Tensor  # each to itself
     # all levels so far
     drafted: list[_DraftedLevel]
     expanded: list[Tensor]  # [B, K] a level: indices of the expanded nodes among all drafted ones
@@ -261,12 +262,12 @@ class _Grower:
         value_BX = children.log_confidence[:, 0]
         B, K = value_BX.shape
         pick_BK = torch.arange(K, device=value_BX.device).expand(B, K)
-        visible_BKT = torch.eye(K, dtype=torch.bool, device=value_BX.device).expand(B, K, K)
+        itself_BKK = torch.eye(K, dtype=torch.bool, device=value_BX.device).expand(B, K, K)
         tokens_BX = net_steps.ids(children.index[:, 0])
         drafted = _DraftedLevel(tokens_BX, children.log_q[:, 0], value_BX, torch.full_like(pick_BK, -1))
         return cls(
             net_steps, cycle_input, tree, hidden_BQD, adjustments, partial_tree,
-            children, value_BX, pick_BK, visible_BKT, [drafted], [pick_BK],
+            children, value_BX, pick_BK, itself_BKK, itself_BKK, [drafted], [pick_BK],
         )  # fmt: skip
 
     def grow_level(self) -> None:
@@ -285,9 +286,8 @@ class _Grower:
         rank_BX = self.value_BX if self.tree.expand == "value" else log_confidence_BKK.flatten(1)
         self.pick_BK = _best(rank_BX, K)[1]
         self.expanded.append(first + self.pick_BK)
-        itself_BKK = torch.eye(K, dtype=torch.bool, device=rank_BX.device).expand(rank_BX.shape[0], K, K)
         ancestors_BKT = _take_nodes(self.visible_BKT, self.pick_BK // K)
-        self.visible_BKT = torch.cat([ancestors_BKT, itself_BKK], dim=-1)
+        self.visible_BKT = torch.cat([ancestors_BKT, self.itself_BKK], dim=-1)
 
     def _forward(self, parent_BK: Tensor) -> None:
         """Run the net over the picked nodes, whose parents are these of the last level, and draft their children."""

@@ -86,9 +86,7 @@ def speed_bench_line(record: Any) -> Any:
         record = {**{k: v for k, v in record.items() if k != "messages"}, "turns": [m.get("content") for m in messages]}
     turns = record.get("turns")
     if isinstance(turns, list) and any(isinstance(turn, str) and MISSING in turn for turn in turns):
-        raise InputError(
-            "its text is not in the file: fetch it with SPEED-Bench's prepare.py (docs/guide/benchmark.md)"
-        )
+        raise InputError("its text is not in the file: fetch it with SPEED-Bench's prepare.py: docs/guide/benchmark.md")
     return record
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -88,16 +89,36 @@ def attempt(case: Any, clock: Clock) -> dict[str, Any]:
     """The case's record; of one that fails, its error. Warnings are part of it: they say which
     kernels were left out, and why."""
     try:
-        with interrupted_after(clock.left - LAST_SECONDS), warnings.catch_warnings(record=True) as caught:
+        with (
+            interrupted_after(clock.left - LAST_SECONDS),
+            warnings.catch_warnings(record=True) as caught,
+            notes() as told,
+        ):
             warnings.simplefilter("always")
             record: dict[str, Any] = case()
-        texts = (str(warning.message)[:300] for warning in caught if warning.category is UserWarning)
-        return {**record, "warnings": list(dict.fromkeys(texts))}
+        texts = [str(warning.message)[:300] for warning in caught if warning.category is UserWarning]
+        return {**record, "warnings": list(dict.fromkeys([*texts, *told]))}
     except Exception as error:
         if isinstance(error, OutOfTime):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return {"error": reason, "traceback": traceback.format_exc()[-3000:]}
+
+
+@contextmanager
+def notes() -> Iterator[list[str]]:
+    """The notes of eyas' runners: some kernels are left out with a note only."""
+    told, logger = list[str](), logging.getLogger("eyas.runners")
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: told.append(record.getMessage()[:300])  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 class DeviceError(Exception):

@@ -41,15 +41,10 @@ RESERVED = 2_000  # prompts at the end of the order, for evaluation: no answer t
 def questions(args: argparse.Namespace) -> None:
     """Write questions of one turn, in an order that stays the same: --limit of them, the first
     --skip left out, without those that are answered in --answers."""
-    lines = [(number, chat) for number, chat in _read(args.chats) if _is_question(chat)]
-    chance = random.Random(SEED)
-    chance.shuffle(lines)
-    lines = [
-        (number, chat) for number, chat in lines if chat["source"] != TEMPLATES or chance.random() < TEMPLATES_KEPT
-    ]
+    lines = questions_in_order(args.chats)
     lines = lines[-RESERVED:] if args.reserved else lines[:-RESERVED]
     chosen = lines[args.skip :][: args.limit or None]
-    answered = _answers(args.answers)
+    answered = answers_in(args.answers)
     records = [
         {"source": f"{chat['source']}:{number}", "messages": chat["conversations"][:1]}
         for number, chat in chosen
@@ -59,12 +54,20 @@ def questions(args: argparse.Namespace) -> None:
     print(f"{len(records):,} questions")
 
 
+def questions_in_order(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return (line, chat) of all questions, in the order that stays the same; the last ones are reserved."""
+    lines = [(number, chat) for number, chat in read(path) if _is_question(chat)]
+    chance = random.Random(SEED)
+    chance.shuffle(lines)
+    return [(number, chat) for number, chat in lines if chat["source"] != TEMPLATES or chance.random() < TEMPLATES_KEPT]
+
+
 def pack(args: argparse.Namespace) -> None:
     """Add answers to --output as token ids, each with the line of its question."""
     tokenizer = _tokenizer()
-    place = {chat["conversations"][0]["content"]: number for number, chat in _read(args.chats) if _is_question(chat)}
-    answers = _answers(args.output)
-    for _, record in _read(args.answers):
+    place = {chat["conversations"][0]["content"]: number for number, chat in read(args.chats) if _is_question(chat)}
+    answers = answers_in(args.output)
+    for _, record in read(args.answers):
         question, answer = (turn["content"] for turn in record["messages"][-2:])
         ids = tokenizer.encode(answer, add_special_tokens=False)
         if question in place and tokenizer.decode(ids) == answer:
@@ -83,9 +86,9 @@ def pack(args: argparse.Namespace) -> None:
 def chats(args: argparse.Namespace) -> None:
     """Write the chats of packed answers."""
     tokenizer = _tokenizer()
-    by_line = dict(_read(args.chats))
+    by_line = dict(read(args.chats))
     records = []
-    for number, ids in _answers(args.answers).items():
+    for number, ids in answers_in(args.answers).items():
         if number not in by_line:
             raise InputError(f"{args.chats} has no line {number}: give the file that the answers were made from")
         question = by_line[number]["conversations"][0]
@@ -109,7 +112,7 @@ def ship(args: argparse.Namespace) -> None:
     print(f"{sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.1f} MB in {args.output}")
 
 
-def _answers(path: Path | None) -> dict[int, list[int]]:
+def answers_in(path: Path | None) -> dict[int, list[int]]:
     """Return packed answers by the line of their question; none where there is no file yet."""
     if path is None or not path.exists():
         return {}
@@ -122,7 +125,7 @@ def _tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(named.place_of("smollm2-q4_1"))
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_text(path) as lines:
         for number, line in enumerate(lines):
             yield number, json.loads(line)

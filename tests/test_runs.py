@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
@@ -22,11 +23,13 @@ import toy_tokenizer
 import zoo
 from eyas import cli, kernels
 from eyas.cli._app import parse
+from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError, InputError
 from eyas_train.config import TrainConfig
+from eyas_train.data import Example, Examples
 from eyas_train.features import layers_for_training
 from fp8_support import MULTIPLIES
 
@@ -150,6 +153,46 @@ def test_first_weights(command: Any, model: Path, tmp_path: Path, monkeypatch: p
         assert row["new"]["tokens"] == row["fitted"]["tokens"] > 0
         assert row["new"]["loss"] != row["fitted"]["loss"]
         assert "explain" in row["fit"]
+
+
+def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:
+    """Guards caches side by side, padding, and rows that take new prompts, in float32 by ids."""
+    script = command("gpu_head")
+    model = zoo.tiny("llama", tie_word_embeddings=True, num_hidden_layers=4)
+    dice = np.random.default_rng(0)
+    texts = [dice.integers(3, zoo.VOCAB, n).astype(np.uint16) for n in (4, 5, 9, 9, 12, 30, 31, 40)]
+    done = script.answer_all(script.Rows(model, 3), texts, np.zeros(8, bool), time.time() + 600, every=5, chunk=2)
+    assert sorted(number for number, _ in done) == list(range(8))
+    for number, answer in done:
+        prompt = torch.from_numpy(texts[number].astype(np.int64))[None]
+        length = script.NEW_TOKENS
+        out = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=script.END, pad_token_id=0)
+        assert answer.tolist() == out[0, prompt.shape[1] :].tolist()
+
+
+def test_a_chain_is_measured_without_decoding(command: Any) -> None:
+    """Guards the figures of a learning curve: those of real chains over the same greedy answers."""
+    script = command("gpu_head")
+    target = Target(zoo.tiny("llama", num_hidden_layers=8))
+    drafter: Any = find("eagle3").random(target, build_options(find("eagle3").Options, {"head.draft_vocab": 24}), 1)
+    with torch.no_grad():  # a head that is right now and then
+        drafter.net.fc.weight.zero_()
+        drafter.net.head.weight.copy_(target.family.head.weight[drafter.draft_ids_v])
+    heldout, tokens, passes = Examples(), 0, 0
+    for seed in range(6):
+        prompt = torch.randint(3, zoo.VOCAB, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+        decoder = Decoder(target, drafter.chain(4))
+        decoder.add(Request(tuple(prompt), 40))
+        answer = list[int]()
+        while not decoder.finished:
+            for step in decoder.step():
+                answer += step.tokens
+                passes += not step.prefill
+                tokens += 0 if step.prefill else len(step.tokens)
+        heldout.append(Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
+    found = script.chain_figures(drafter, heldout)
+    assert tokens > passes, "nothing is accepted"
+    assert found["tau of a chain of 4"] == pytest.approx(tokens / passes, abs=1e-3)
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:

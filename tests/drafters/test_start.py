@@ -13,7 +13,8 @@ from eyas.drafters import Batch, DraftMethod
 from eyas.drafters._eagle3_net import LaterLayer
 from eyas.nn import Attention, Documents, LayerShape
 from eyas.nn.fitting import attend_to_itself, copy_layer, least_squares, own_attention
-from eyas_train.start import FitsStart
+from eyas_train.data import Example
+from eyas_train.start import FitsStart, fit_start
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
 LENGTHS = (90, 120, 60)
@@ -115,6 +116,19 @@ def test_the_first_loss_is_lower(name: str, options: dict[str, object], most: fl
     assert all(torch.equal(value, same[key]) for key, value in drafter.net.state_dict().items()), (
         "another process differs"
     )
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "mtp"])
+def test_a_target_in_bfloat16_is_fitted_in_float32(name: str) -> None:
+    """Guards products of unlike dtypes, on which a training with --dtype bfloat16 ended; and the head's own dtype."""
+    target, kind = Target(zoo.tiny("llama", num_hidden_layers=7).to(torch.bfloat16)), drafters.find(name)
+    drafter = kind.init_for_training(target, build_options(kind.Options, {}), 1)
+    examples = [
+        Example(torch.randint(3, zoo.VOCAB, (60,), generator=generator(n)).tolist(), [True] * 60) for n in range(40)
+    ]
+    assert "explain" in fit_start(drafter, examples, 300, 1)
+    assert drafter.net is not None
+    assert {value.dtype for value in drafter.net.parameters()} == {torch.bfloat16}
 
 
 def batch_of(drafter: DraftMethod, layers: tuple[int, ...], seed: int, times: int = 1) -> Batch:

@@ -13,8 +13,8 @@ between a layer's matrix products.
     _growth_kernels.py      Triton: dynamic trees
     _tables.py              cosines and sines by position
 
-Triton is imported on a GPU only. This package knows no model and no cache. Not yet run on a GPU;
-Triton's interpreter runs the kernels' tests on a CPU.
+Triton is imported on a GPU only. This package knows no model and no cache. Triton's
+interpreter runs the kernels' tests on a CPU.
 """
 
 from eyas.gpu._cycle_ops import (

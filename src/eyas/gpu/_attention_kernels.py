@@ -2,7 +2,7 @@
 what they compute.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. It uses features that
-Triton has had since 3.0. Not yet run on a GPU.
+Triton has had since 3.0.
 """
 
 from __future__ import annotations

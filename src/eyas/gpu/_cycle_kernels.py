@@ -1,7 +1,7 @@
 """Triton kernels of verification: draws with Gumbel noise, the accepted path, its commit.
 `core.ops` and `core.sampling` are the reference.
 
-This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
+This module is imported on GPUs and by tests with Triton's interpreter only.
 """
 
 from __future__ import annotations

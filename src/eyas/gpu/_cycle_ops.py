@@ -1,7 +1,6 @@
 """The GPU kernels of drafts and verification as operators of torch. On a CPU the reference in
 `core` and `drafters` runs instead.
-
-Not yet run on a GPU. Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v that of
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v that of
 the draft, Q nodes of a level, K children of each, X all drafted nodes and the root, M nodes without
 the root, T nodes in slots.
 """

@@ -8,7 +8,7 @@ of the next level, the final tree. `drafters/_grow.py` is the reference.
     build         one row: parents, depths and mask of these
 
 Drafted nodes are numbered in the order of drafting, from 1; 0 is the root.
-This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
+This module is imported on GPUs and by tests with Triton's interpreter only.
 """
 
 from __future__ import annotations

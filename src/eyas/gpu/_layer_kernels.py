@@ -1,7 +1,7 @@
 """Triton kernels for what is between the matrix products of a LLaMA layer. `_reference.py` says
 what they compute.
 
-This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
+This module is imported on GPUs and by tests with Triton's interpreter only.
 """
 
 from __future__ import annotations

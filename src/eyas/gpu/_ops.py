@@ -2,7 +2,7 @@
 (`_reference.py`) on a CPU.
 
 As operators they have shapes without being run, so torch.compile and tests on fake tensors see
-through them. Not yet run on a GPU.
+through them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ bfloat16 has 16 bits, so 8 passes over the vocabulary are enough for one filter,
 Sums are taken in float32 in a fixed order; a token whose cumulative probability lies within their
 rounding of 1 - p may be excluded here and not there.
 
-This module is imported on GPUs and by tests with Triton's interpreter only. Not yet run on a GPU.
+This module is imported on GPUs and by tests with Triton's interpreter only.
 """
 
 from __future__ import annotations

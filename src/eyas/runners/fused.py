@@ -19,7 +19,7 @@ alone: its matrices are multiplied one by one, with three more kernels a layer.
 **One order.** With `fixed_order` matrix products and attention are kernels whose sums have the order of plain decoding
 (`gpu/_order_ops.py`), so that a token's bits do not depend on the shape of a pass.
 
-Hooks of the model's modules are not called. Not yet run on a GPU.
+Hooks of the model's modules are not called.
 Letters: R rows, Q new nodes, T nodes in slots, D hidden, X outputs of several matrices, P positions.
 """
 

@@ -3,7 +3,7 @@
 
 It supports rows that differ in their seeds only, without penalties and biases. In other cases
 `grow_dynamic` grows the tree. Of children whose keys are equal it takes the one with the smaller
-index. Not yet run on a GPU.
+index.
 
 Letters: B rows, P pending pairs, Q nodes of a level, K children of each, X all drafted nodes and
 the root, M kept nodes, D hidden, v draft vocabulary, T nodes in slots.

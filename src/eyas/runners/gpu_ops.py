@@ -3,7 +3,7 @@
 Draws: the reference adds score and noise in float32 after a log softmax, the kernel adds the same
 float32 noise to the score in float64. So the ids are equal unless two tokens are closer than the
 reference rounds, about one in a million draws. On one device every draw depends on the node's own
-logits alone, as the text of a seed requires. Not yet run on a GPU.
+logits alone, as the text of a seed requires.
 """
 
 from __future__ import annotations

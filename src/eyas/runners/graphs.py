@@ -12,7 +12,7 @@ the graph's own tensors, masks and slots are computed inside it, and its results
 tensors. Keys and values are read in place (attention.py).
 
 Tested on a CPU only: `capture` then runs the work again, and a test looks for operations that wait
-for the device or read values on the host. Not yet run on a GPU.
+for the device or read values on the host.
 Letters: R rows, Q new nodes, T nodes in slots.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from eyas.drafters import Batch, DraftMethod
 from eyas.nn import Documents
@@ -64,4 +65,9 @@ def fit_start(
     ids_N = torch.cat([ids_N for ids_N, _, _ in parts]).to(features_NF.device)
     counted_N = torch.cat([counted_N for _, counted_N, _ in parts]).to(features_NF.device)
     documents = Documents(tuple(length for _, _, documents in parts for length in documents.lengths))
-    return drafter.fit_start(Batch(ids_N, features_NF, counted_N, documents))
+    net: nn.Module = drafter.net  # type: ignore[assignment]
+    dtype = next(net.parameters()).dtype
+    net.float()  # of a target in half precision
+    told = drafter.fit_start(Batch(ids_N, features_NF, counted_N, documents))
+    net.to(dtype)
+    return told

@@ -366,9 +366,19 @@ def train(args: argparse.Namespace) -> None:
         return time.time() > begun + whole
 
     config = TrainConfig(
-        lr=1.5e-3, min_lr_share=0.02, optimizer="muon", warmup_steps=40, minutes=whole / 60, batch_tokens=args.batch_tokens, max_length=LONGEST,
-        seed=1, eval_every=0, save_every=0, precision="auto" if args.device == "cpu" else "bf16", heldout_tokens=4_000,
-    )  # fmt: skip
+        lr=1.5e-3,
+        min_lr_share=0.02,
+        optimizer="muon",
+        warmup_steps=40,
+        minutes=whole / 60,
+        batch_tokens=args.batch_tokens,
+        max_length=LONGEST,
+        seed=1,
+        eval_every=0,
+        save_every=0,
+        precision="auto" if args.device == "cpu" else "bf16",
+        heldout_tokens=4_000,
+    )
     few = heldout[:8]
     result = run_training(
         drafter, examples, few, config, args.folder / "eagle3", resume=False, stop=stop,

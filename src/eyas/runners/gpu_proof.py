@@ -1,8 +1,9 @@
 """Tries every GPU kernel on small inputs before it is used, against the same operation in torch;
 then a CUDA graph of the model.
 
-They have run on one H200 so far, and another compiler or generation of GPUs may refuse or miscompute one. So a machine proves them itself, in a second or two: a kernel that fails
-costs a warning and its speed, not the text.
+They have run on one H200 so far, and another compiler or generation of GPUs may refuse or miscompute
+one. So a machine proves them itself, in a second or two: a kernel that fails costs a warning and its
+speed, not the text.
 
 Letters: R rows, Q nodes, T nodes in slots, H heads, K key-value heads, W slots, h head size, V
 vocabulary, X drafted nodes.

@@ -17,7 +17,7 @@ from eyas.api._targets import TargetSettings, known_target, read_target
 from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.sockets import ADAPTER, HEAD, RUNNER, TARGET, PlainRunner
+from eyas.core.sockets import RUNNER, TARGET, PlainRunner
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
 from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
@@ -109,8 +109,7 @@ def load(
     if known is not None and known.best is not None and draft in (None, AUTO):
         method = method or known.best
         draft = known.heads.get(drafters.find(method).head_format)
-    adapters = None if adapter is None else ADAPTER.plug_for("adapters").adapters_of(adapter)
-    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters, spread, gguf_file)
+    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, _adapters(adapter), spread, gguf_file)
     with plain_defaults():
         loaded_target, loaded_tokenizer = read_target(target, known, settings)
         runner = RUNNER.plug or PlainRunner()
@@ -213,13 +212,22 @@ def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, opt
         raise OptionError("the precision of a Drafter's weights was chosen when it was made: leave draft_weights out")
 
 
+def _adapters(given: Any) -> dict[str, str] | str | None:
+    if given is None:
+        return None
+    from eyas.targets.adapters import adapters_of
+
+    return adapters_of(given)
+
+
 def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
     method = drafter.parts[0] if drafter.parts else drafter  # the head belongs to the first of two methods
     if not isinstance(method, DraftMethod):
         return
-    for plug in HEAD.plugs:
-        for doubt in plug.doubts(method, str(draft), target):
-            warnings.warn(doubt, stacklevel=4)
+    from eyas.targets.fingerprints import doubts
+
+    for doubt in doubts(method, str(draft), target):
+        warnings.warn(doubt, stacklevel=4)
 
 
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))

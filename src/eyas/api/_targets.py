@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eyas.core.sockets import TARGET, KnownTarget, Source
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
-from eyas.targets.loading import is_peft_model, load_target, pick_device, pick_dtype, target_of
-from eyas.targets.pretrained import DeviceMap, check_config, read_tokenizer
+from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
+from eyas.targets.pretrained import DeviceMap, check_config, is_peft_model, read_tokenizer
 
 __all__ = ["TargetSettings", "known_target", "read_target"]
 

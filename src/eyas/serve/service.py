@@ -27,7 +27,7 @@ from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
 from eyas.serve.records import Job
 from eyas.serve.settings import Settings
-from eyas.targets.loading import BASE
+from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, render
 
 __all__ = ["Service"]

@@ -1,7 +1,7 @@
 """Read a Hugging Face model and its tokenizer, from a folder or from the hub.
 
 A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of
-them becomes a ModelError of one line, which names the broken file if a plug finds it (plug_files.py). This module
+them becomes a ModelError of one line, which names the broken file if `_faults` finds it. This module
 knows files and transformers' Auto classes; it knows no tree, no cache and no method.
 """
 
@@ -30,18 +30,18 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from eyas.core.sockets import FILES
 from eyas.errors import ModelError, OptionError, one_line
 
 __all__ = [
-    "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path", "one_line_errors",
-    "read_model", "read_tokenizer",
+    "BASE", "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path",
+    "is_peft_model", "one_line_errors", "read_model", "read_tokenizer",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 CPU = torch.device("cpu")
 
+BASE = "base"  # in requests: the model without an adapter
 REASON_LENGTH = 240  # characters of a library's message that are shown
 TOKENIZER_FILES = (
     "tokenizer.*",
@@ -61,6 +61,11 @@ class DeviceMap(NamedTuple):
     device_map: str | Mapping[str, str | int]
     # the folder of weights that the map puts on "disk", if the checkpoint is not safetensors
     folder: str | Path | None = None
+
+
+def is_peft_model(model: object) -> bool:
+    """Return whether the object is a PeftModel, which holds a model."""
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def read_model(
@@ -266,7 +271,7 @@ def one_line_errors(beginning: str, source: str | Path, files: str = "", place: 
 
     Args:
         beginning: the first words of the message.
-        files: the files of the folder that may be broken, a word of `core.sockets.FilesPlug`; "": none.
+        files: the files of the folder that may be broken, a word of `_faults.fault`; "": none.
         place: the file that is named before the library's message if no file is found broken.
     """
     try:
@@ -280,8 +285,10 @@ def one_line_errors(beginning: str, source: str | Path, files: str = "", place: 
 
 
 def _fault(folder: Path, files: str) -> str:
-    """Return what is wrong with these files of a folder, if a plug finds it; else ""."""
-    return next((fault for plug in FILES.plugs if (fault := plug.fault(folder, files))), "")
+    """Return what is wrong with these files of a folder, if it is found; else ""."""
+    from eyas.targets._faults import fault
+
+    return fault(folder, files)
 
 
 def _message(error: Exception) -> str:

@@ -175,6 +175,7 @@ class DormantSession(DraftSession):
         self.decision: Decision | None = None  # about the current cycle; None: the method drafts with its own options
         self.policy_decision: Decision | None = None  # the policy's decision about the current cycle
         self.decided = False  # whether there is a decision about the current cycle
+        self.learns = True  # whether the policy learns from it; False if predictions or constraints added nodes
         self.all_off = False  # whether no row of that cycle wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
@@ -236,11 +237,9 @@ class DormantSession(DraftSession):
             return None
         return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
 
-    def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
-        """See `DraftSession.observe`. `learn`: whether the policy learns from this cycle; False if predictions or
-        constraints added nodes."""
+    def observe(self, steps: Sequence[Step]) -> None:
         asked_decision, self.policy_decision, self.decision, self.decided = self.policy_decision, None, None, False
-        if learn and asked_decision is not None and self.policy is not None:
+        if self.learns and asked_decision is not None and self.policy is not None:
             self.policy.observe(
                 [step if step.decision is asked_decision else replace(step, decision=asked_decision) for step in steps]
             )

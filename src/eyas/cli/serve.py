@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from eyas.api import LLM
     from eyas.recall import Pools
+    from eyas.serve.records import Settings
     from eyas.serve.service import Service
-    from eyas.serve.settings import Settings
 
 __all__ = ["ServeArguments", "command", "loaded_app"]
 
@@ -160,7 +160,7 @@ def pools_of(options: ServeOptions) -> Pools | None:
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
     """Return the settings of a server for this model."""
-    from eyas.serve.settings import Settings
+    from eyas.serve.records import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]
     context = min(options.max_model_len or llm.target.context, llm.target.context)

@@ -6,8 +6,7 @@
 
 custom.py      what transformers calls instead of its own loop
 attachment.py  `attach`, `detach`, and `custom_generate/` in a head's folder
-sampling.py    its processors as the engine's sampling
-inputs.py      its padded batches as prompts
+sampling.py    its padded batches as prompts, its processors as the engine's sampling
 loop.py        tokens of all rows in step, for criteria and streamers
 models.py      the LLMs and the lock of each model
 refusals.py    what cannot be kept, by name

@@ -30,11 +30,10 @@ from eyas.api import Stats
 from eyas.arguments import whole_number
 from eyas.core.target import turn_of
 from eyas.errors import InputError, OptionError
-from eyas.hooks.inputs import Batch
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.models import Settings, llm_for
 from eyas.hooks.refusals import check_call, media_of
-from eyas.hooks.sampling import Distribution
+from eyas.hooks.sampling import Batch, Distribution
 
 __all__ = ["CustomGenerate", "arguments_of_generate", "hf", "with_stop_strings"]
 

@@ -1,12 +1,10 @@
 """`eyas serve`: a server for the clients of OpenAI's and Anthropic's interfaces.
 
-    settings.py      the name of a server, and its limits
-    records.py       the internal request and the stream of what is generated for it
-    engine.py        the one thread that decodes
+    records.py       the settings of a server; the internal request and the stream of what is generated for it
+    engine.py        the one thread that decodes, and how that stream comes from the Decoder's Steps
     pool.py          the Decoders of that thread, by method and by number of rows
     answers.py       the asyncio side of one request: what the thread has generated so far
-    steps.py, cycles.py
-                     from the Decoder's Steps to that stream, and to objects for the page
+    cycles.py        from the Decoder's Steps to objects for the page
     methods.py       the drafting methods that a request may choose
     metrics.py       counters for Prometheus; figures of the last seconds as JSON for the page
 

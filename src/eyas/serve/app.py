@@ -18,11 +18,10 @@ from eyas.serve.auth import HostCheck, KeyCheck
 from eyas.serve.bodies import add_route
 from eyas.serve.limits import BodyLimit
 from eyas.serve.page.routes import router as page_router
-from eyas.serve.protocol.chat import ChatBody
+from eyas.serve.protocol.chat import ChatBody, CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
 from eyas.serve.protocol.completions import CompletionBody, InfillBody
 from eyas.serve.protocol.fields import Body
 from eyas.serve.protocol.responses import ResponsesBody
-from eyas.serve.protocol.tokens import CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
 from eyas.serve.service import Service
 
 __all__ = ["make_app"]

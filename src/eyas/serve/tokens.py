@@ -10,7 +10,7 @@ from eyas.serve.auth import owner_of
 from eyas.serve.chat import prompt_of
 from eyas.serve.errors import ApiError
 from eyas.serve.limits import check_ids
-from eyas.serve.protocol.tokens import CorpusBody, DetokenizeBody, TokenizeBody
+from eyas.serve.protocol.chat import CorpusBody, DetokenizeBody, TokenizeBody
 from eyas.serve.service import Service
 from eyas.serve.tools import tools_of
 

@@ -7,12 +7,12 @@ the root, T nodes in slots.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.gpu import _ops
 from eyas.gpu._ops import operator
 
 __all__ = [
@@ -37,25 +37,7 @@ KERNELS = {
 }  # operators of more than one kernel
 
 
-def cycle_kernels() -> ModuleType:
-    from eyas.gpu import _cycle_kernels
-
-    return _cycle_kernels
-
-
-def score_kernels() -> ModuleType:
-    from eyas.gpu import _score_kernels
-
-    return _score_kernels
-
-
-def growth_kernels() -> ModuleType:
-    from eyas.gpu import _growth_kernels
-
-    return _growth_kernels
-
-
-@operator(lambda *x: cycle_kernels().draw(*x))
+@operator("cycle")
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -65,7 +47,7 @@ def draw(
     return scores_BNV.new_empty(shape, dtype=torch.int64), scores_BNV.new_empty(shape, dtype=torch.bool)
 
 
-@operator(lambda *x: cycle_kernels().choose(*x[:-2], x[-1]))
+@operator(lambda *x: _ops.kernels("cycle").choose(*x[:-2], x[-1]))
 def choose(
     scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, longest: int,
@@ -75,7 +57,7 @@ def choose(
     return tokens_BN.new_empty(tokens_BN.shape[0], 3 + 2 * longest)
 
 
-@operator(lambda *x: cycle_kernels().given_path(*x))
+@operator("cycle")
 def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
@@ -85,13 +67,13 @@ def given_path(
     return tokens_BN.new_empty(tokens_BN.shape[0], 5 + 2 * rates_D.shape[0])
 
 
-@operator(lambda *x: score_kernels().filtered(*x))
+@operator("score")
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Steps 6 to 9 of `core.sampling.apply_sampling`: float32 scores, -inf for excluded tokens."""
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@operator(lambda *x: cycle_kernels().commit(*x), changes=("store",))
+@operator("cycle", changes=("store",))
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """See `core.cache.commit_path`."""
     return
@@ -100,7 +82,9 @@ def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 def _best_children(logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, *rest: Any) -> None:
     *settings, _, index, log_q, log_confidence = rest
     ids = seed_B if ids_v is None else ids_v  # a kernel needs some tensor there
-    growth_kernels().best_children(logits_BQv, ids, ids_v is not None, seed_B, *settings, index, log_q, log_confidence)
+    _ops.kernels("growth").best_children(
+        logits_BQv, ids, ids_v is not None, seed_B, *settings, index, log_q, log_confidence
+    )
 
 
 @operator(_best_children)
@@ -117,7 +101,7 @@ def best_children(
 
 def _grow_step(*x: Any) -> None:
     children, ids_v, level, tree, (root_tokens_B, *settings), results = x[:3], x[3], x[4:7], x[7:11], x[11:15], x[15:]
-    growth_kernels().step(
+    _ops.kernels("growth").step(
         children,
         root_tokens_B if ids_v is None else ids_v,
         ids_v is not None,
@@ -152,14 +136,14 @@ def grow_step(
     return token, log_q_BQK.new_empty(B, K), number, parent, seen
 
 
-@operator(lambda value_BX, _, keep: growth_kernels().keep_best(value_BX, keep))
+@operator(lambda value_BX, _, keep: _ops.kernels("growth").keep_best(value_BX, keep))
 def keep_best(value_BX: Tensor, most: int) -> Tensor:
     """Return the numbers [B, most] of the drafted nodes of the highest values, ascending; ties go
     to the earlier node. The root is not one."""
     return value_BX.new_empty(value_BX.shape[0], most, dtype=torch.int64)
 
 
-@operator(lambda selected, *x: growth_kernels().build(selected, x[:4], x[4], x[5:]))
+@operator(lambda selected, *x: _ops.kernels("growth").build(selected, x[:4], x[4], x[5:]))
 def build_tree(
     selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -19,7 +20,8 @@ from eyas.gpu import _reference
 
 __all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
@@ -39,45 +41,40 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
+def kernels(name: str) -> ModuleType:
+    """Return the module of Triton kernels with this name. It can be imported on a GPU only."""
+    return import_module(f"eyas.gpu._{name}_kernels")
+
+
 def operator(
-    run: Callable[..., None], cpu: Callable[..., Any] | None = None, changes: Sequence[str] = ()
+    run: str | Callable[..., None], cpu: Callable[..., Any] | None = None, changes: Sequence[str] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an operator of torch of a function that returns the operator's results, not yet filled.
 
     Args:
-        run: fills the results. It is called with the operator's arguments and then with the results.
+        run: fills the results. It is called with the operator's arguments and then with the results. Or the name
+            of the module (`kernels`) that has a function of the operator's name for this.
         cpu: returns the results on a CPU; None: `run` does it there, too.
         changes: the names of arguments that are written to.
     """
 
     def decorate(empty: Callable[P, R]) -> Callable[P, R]:
+        name = empty.__name__.lstrip("_")
+
         def compute(*arguments: Any) -> Any:
             results: Any = cast(Any, empty)(*arguments)
-            run(*arguments, *(results if isinstance(results, tuple) else () if results is None else (results,)))
+            fill = getattr(kernels(run), name) if isinstance(run, str) else run
+            fill(*arguments, *(results if isinstance(results, tuple) else () if results is None else (results,)))
             return results
 
         schema = torch.library.infer_schema(empty, mutates_args=changes)
-        made: Any = torch.library.custom_op(
-            f"eyas::{empty.__name__.lstrip('_')}", compute, mutates_args=changes, schema=schema
-        )
+        made: Any = torch.library.custom_op(f"eyas::{name}", compute, mutates_args=changes, schema=schema)
         made.register_fake(empty)
         if cpu is not None:
             made.register_kernel("cpu")(cpu)
         return cast(Callable[P, R], made)
 
     return decorate
-
-
-def attention_kernels() -> ModuleType:
-    from eyas.gpu import _attention_kernels
-
-    return _attention_kernels
-
-
-def layer_kernels() -> ModuleType:
-    from eyas.gpu import _layer_kernels
-
-    return _layer_kernels
 
 
 def attention(
@@ -118,7 +115,7 @@ def _whole(*arguments: Any) -> Tensor:
     return _reference.attention_combine(parts, lse, arguments[0].dtype)
 
 
-@operator(lambda *x: attention_kernels().parts(*x[:-3], *x[-2:]), _reference.attention_parts)
+@operator(lambda *x: kernels("attention").parts(*x[:-3], *x[-2:]), _reference.attention_parts)
 def _attention_parts(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
     scale: float, window: int, sink: int, splits: int,
@@ -128,40 +125,40 @@ def _attention_parts(
 
 
 @operator(
-    lambda parts, lse, _, out: attention_kernels().combine(parts, lse, out),
+    lambda parts, lse, _, out: kernels("attention").combine(parts, lse, out),
     lambda parts, lse, like: _reference.attention_combine(parts, lse, like.dtype),
 )
 def _attention_combine(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
     return like.new_empty(like.shape)
 
 
-@operator(lambda *x: attention_kernels().parts(*x[:-1], x[-1][None], None), _whole)
+@operator(lambda *x: kernels("attention").parts(*x[:-1], x[-1][None], None), _whole)
 def _attention_whole(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
-@operator(lambda *x: layer_kernels().add_norm(*x), _reference.add_norm)
+@operator("layer", _reference.add_norm)
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @operator(
-    lambda x, weight, eps, normed: layer_kernels().add_norm(x, None, weight, eps, None, normed), _reference.rms_norm
+    lambda x, weight, eps, normed: kernels("layer").add_norm(x, None, weight, eps, None, normed), _reference.rms_norm
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator(lambda *x: layer_kernels().join_norms(*x), _reference.join_norms)
+@operator("layer", _reference.join_norms)
 def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
     return a.new_empty((*a.shape[:-1], 2 * a.shape[-1]))
 
 
 def _quantise(x: Tensor, out: Tensor, scale: Tensor) -> None:
     if available(x.device):
-        layer_kernels().quantise(x, out, scale)
+        kernels("layer").quantise(x, out, scale)
         return
     for empty, filled in zip((out, scale), _reference.quantise(x), strict=True):
         empty.copy_(filled)
@@ -173,7 +170,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((tokens, x.shape[-1]), dtype=torch.float8_e4m3fn), x.new_empty((tokens, 1), dtype=torch.float32)
 
 
-@operator(lambda *x: layer_kernels().rotate_and_store(*x), _reference.rotate_and_store, ("key", "value", "unrotated"))
+@operator("layer", _reference.rotate_and_store, ("key", "value", "unrotated"))
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, position: Tensor, length: Tensor, first: int,
     key: Tensor, value: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, unrotated: Tensor | None,
@@ -182,6 +179,6 @@ def rotate_and_store(
     return q.new_empty((*q.shape[:2], q.shape[2] // h, h))
 
 
-@operator(lambda *x: layer_kernels().swiglu(*x), _reference.swiglu)
+@operator("layer", _reference.swiglu)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)

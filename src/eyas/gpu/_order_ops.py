@@ -11,23 +11,16 @@ The torch versions give these numbers with torch's own orders. Not yet run on a 
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.gpu import _ops
 from eyas.gpu._ops import operator
 
 __all__ = ["fixed_attention", "fixed_product", "paths"]
 
 PART_KEYS = 512  # positions of a part
-
-
-def order_kernels() -> ModuleType:
-    from eyas.gpu import _order_kernels
-
-    return _order_kernels
 
 
 def paths(visible_RQT: Tensor, depth_RT: Tensor) -> Tensor:
@@ -39,7 +32,7 @@ def paths(visible_RQT: Tensor, depth_RT: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    order_kernels().product(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]))
+    _ops.kernels("order").product(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]))
 
 
 @operator(_product, F.linear)
@@ -55,8 +48,8 @@ def _attention(
     parts_SRQHh = q.new_empty((count, *q.shape), dtype=torch.float32)
     lse_SRQH = parts_SRQHh.new_empty(parts_SRQHh.shape[:4])
     depth = depth.contiguous()
-    order_kernels().parts(q, key, value, length, path, depth, scale, window, PART_KEYS, parts_SRQHh, lse_SRQH)
-    order_kernels().combine(parts_SRQHh, lse_SRQH, out)
+    _ops.kernels("order").parts(q, key, value, length, path, depth, scale, window, PART_KEYS, parts_SRQHh, lse_SRQH)
+    _ops.kernels("order").combine(parts_SRQHh, lse_SRQH, out)
 
 
 def _attention_by_torch(

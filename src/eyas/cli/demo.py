@@ -53,13 +53,8 @@ FRAME_SECONDS = 1 / 15
 SHOWN = {"transformers": "transformers' generate"}  # names of sides in a sentence
 BUDGET_SECONDS = 40.0  # no further prompt of ours is begun after them
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
-GREEDY: dict[str, Any] = {  # keywords of `model.generate`
-    "do_sample": False,
-    "temperature": None,
-    "top_k": None,
-    "top_p": None,
-    "repetition_penalty": 1.0,
-}
+# keywords of `model.generate`
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0, **dict.fromkeys(("temperature", "top_k", "top_p"))}
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas

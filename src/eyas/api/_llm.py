@@ -214,7 +214,8 @@ class LLM:
     ) -> Iterator[tuple[int, Result]]:
         """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts
         that begin alike are read once."""
-        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
+        usual = 1 if self.target.device.type == "cpu" else 8
+        rows = usual if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
             return
         decoder, give_back = self.take_decoder(max(1, min(rows, len(answers))), reuse, answers[0].request.adapter)
@@ -393,10 +394,6 @@ class LLM:
                 "or with kernels='off' if it will change again"
             )
         return version
-
-    @property
-    def _default_rows(self) -> int:
-        return 1 if self.target.device.type == "cpu" else 8
 
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None

@@ -106,7 +106,8 @@ def load(
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    known = known_target(target, gguf_file, cache)
+    found = (plug.find_target(target, gguf_file, cache) for plug in TARGET.plugs)
+    known = next((one for one in found if one is not None), None)  # None: a folder, a hub id or a loaded model
     if known is not None and known.best is not None and draft in (None, AUTO):
         method = method or known.best
         draft = known.heads.get(drafters.find(method).head_format)
@@ -247,14 +248,6 @@ class TargetSettings(NamedTuple):
     adapters: dict[str, str] | str | None
     device_map: DeviceMap | None
     gguf_file: str | None
-
-
-def known_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
-    """Return what a plug knows about a target; None for a folder, a hub id or a loaded model."""
-    for plug in TARGET.plugs:
-        if (known := plug.find_target(target, gguf_file, cache)) is not None:
-            return known
-    return None
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:

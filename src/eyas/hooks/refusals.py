@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from eyas.errors import ModelError, OptionError
 from eyas.targets.media import describes_media, tells_nothing
 
-__all__ = ["check_call", "check_processors", "media_of", "refused"]
+__all__ = ["check_call", "media_of", "refused"]
 
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
@@ -107,10 +107,3 @@ def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
     filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
     if own is not None or filled or getattr(cache, "_is_user_defined", False):
         raise refused("past_key_values", "eyas keeps keys and values in a cache of its own")
-
-
-def check_processors(processors: LogitsProcessorList) -> None:
-    """Raise OptionError for a processor that runs the model itself."""
-    for processor in processors:
-        if "ClassifierFreeGuidance" in type(processor).__name__:
-            raise refused("guidance_scale", "it runs the model a second time, on a text of its own")

@@ -42,7 +42,7 @@ from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling
 from eyas.core.sockets import FEATURE
 from eyas.errors import InputError
-from eyas.hooks.refusals import check_processors
+from eyas.hooks.refusals import refused
 
 __all__ = ["Batch", "Distribution"]
 
@@ -68,7 +68,8 @@ class Distribution:
     ) -> Distribution:
         """Return the distribution of a call. Seeds are drawn from torch's generator, so
         `torch.manual_seed` decides what is sampled."""
-        check_processors(processors)
+        if any("ClassifierFreeGuidance" in type(processor).__name__ for processor in processors):
+            raise refused("guidance_scale", "it runs the model a second time, on a text of its own")
         length, eos, others = _stopping_rules(criteria)
         new = length - batch.width
         # LogitNormalization comes last and changes no distribution

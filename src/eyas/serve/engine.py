@@ -169,7 +169,7 @@ class Engine:
         self.check_open()
         with self._lock:
             if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
-                self.metrics.rejected()
+                self.metrics.rejections.inc()
                 seconds = self.metrics.seconds_until_free(self._accepted, self.settings.rows)
                 raise ApiError(
                     429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)}
@@ -348,13 +348,15 @@ class DeltaMaker:
 
     def make(self, step: Step, drafted: int) -> Delta:
         """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
+        accepted = max(0, len(step.path) - 1)
+        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
         return Delta(
             self.index,
             text=self.reader.take(final=step.finish is not None),
             token_ids=step.tokens,
             finish=step.finish,
             stop_reason=self.reader.stop_string or self._stop_id(step),
-            cycles=() if step.prefill else (figures(step, drafted),),
+            cycles=() if step.prefill else (figures,),
             prefill=step.prefill,
             cached_tokens=step.cached_tokens,
             predicted=step.extra.get("predicted", 0),
@@ -368,11 +370,6 @@ class DeltaMaker:
         """Return the last token, if it ended the sequence because the job says so."""
         ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
         return step.tokens[-1] if ended else None
-
-
-def figures(step: Step, drafted: int) -> CycleFigures:
-    """Return the numbers of one cycle."""
-    return CycleFigures(len(step.tokens), max(0, len(step.path) - 1), drafted, step.seconds, step.drafted_by)
 
 
 def drafted_nodes(steps: Iterable[Step]) -> list[int]:

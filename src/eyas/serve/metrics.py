@@ -43,8 +43,7 @@ class SequenceTimes:
 
 
 class Metrics:
-    """Counters of the engine. The methods are called by its thread, but for `rejected`, `text` and
-    `seconds_until_free`."""
+    """Counters of the engine. The methods are called by its thread, but for `text` and `seconds_until_free`."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -116,10 +115,6 @@ class Metrics:
         """Return about how long a new sequence would wait if there are `sequences` before it: whole seconds from 1 to
         60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
-
-    def rejected(self) -> None:
-        """Count a request that was refused because the queue is full."""
-        self.rejections.inc()
 
     def admitted(self, times: SequenceTimes) -> None:
         """Note that a sequence has left the queue."""

@@ -194,11 +194,6 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             raise OptionError("cycles are described in a stream only: add stream=true")
         return bool(self.cycles)
 
-    @property
-    def wants_privacy(self) -> bool:
-        """Whether nothing is to be kept of the request: OpenAI's `store`, set to false."""
-        return getattr(self, "store", (self.model_extra or {}).get("store")) is False
-
     def job_fields(self) -> dict[str, Any]:
         """Return the fields of a Job that are not keywords of `LLM.request`."""
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
@@ -206,7 +201,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             "method": self.speculation if names_method else None,
             "timeout": self.timeout,
             "cycles": self.wants_cycles,
-            "private": self.wants_privacy,
+            "private": getattr(self, "store", (self.model_extra or {}).get("store")) is False,  # OpenAI's `store`
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:

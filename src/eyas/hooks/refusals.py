@@ -58,7 +58,10 @@ def check_call(
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
-    _check_mode(config, given.get("assistant_model"))
+    mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))
+    if mode not in ("greedy_search", "sample"):
+        reason = next((text for part, text in MODES.items() if part in mode), mode)
+        raise OptionError(f"{reason}; {WAY_OUT}")
     for name, why in SETTINGS.items():
         if getattr(config, name, None):
             raise refused(name, why)
@@ -92,13 +95,6 @@ def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> No
     mask = model_kwargs.get("attention_mask")
     if media and mask is not None and len(mask) > 1:
         raise refused(min(media), "prompts with images are read one by one, and this batch has several rows")
-
-
-def _check_mode(config: GenerationConfig, assistant: Any) -> None:
-    mode = str(getattr(config.get_generation_mode(assistant), "value", ""))
-    if mode not in ("greedy_search", "sample"):
-        reason = next((text for part, text in MODES.items() if part in mode), mode)
-        raise OptionError(f"{reason}; {WAY_OUT}")
 
 
 def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:

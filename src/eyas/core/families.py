@@ -176,7 +176,9 @@ def describe(model: PreTrainedModel) -> Family:
     kinds = tuple(kind for kind in _kinds(config) if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
     cache_argument = cache_argument_of(base)
     has_attention = cache_argument != "cache_params"
-    _refuse_layers(config, kinds)
+    for kind in kinds:
+        if kind not in SERVED_KINDS:
+            raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
     if has_attention:
         _refuse_positions(config, base)
     layers = _layers(config, base)
@@ -238,12 +240,6 @@ def _refuse_whole_model(model: Any) -> None:
         raise _refusal(
             config, f'{backend} cannot take the mask of a tree; load it with attn_implementation="{way_out}"'
         )
-
-
-def _refuse_layers(config: Any, kinds: tuple[str, ...]) -> None:
-    for kind in kinds:
-        if kind not in SERVED_KINDS:
-            raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
 
 
 def _refuse_positions(config: Any, base: nn.Module) -> None:

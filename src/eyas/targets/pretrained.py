@@ -99,8 +99,10 @@ def read_model(
     quantised = "config" not in options and getattr(config, "quantization_config", None) is not None
     if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "model"):
-        loaded: Any = _auto_class(config).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
             trust_remote_code=trust_remote_code,
@@ -118,12 +120,6 @@ def read_model(
     ):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
     return model
-
-
-def _auto_class(config: PreTrainedConfig) -> Any:
-    """Return the Auto class of a model: for text alone, or for images and text if there is no other."""
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
@@ -226,9 +222,9 @@ def check_path(source: str | Path, role: str) -> None:
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(
-            f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}"
-        )
+        found = sorted(path.glob("*.gguf"))
+        hint = f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
+        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{hint}")
     if is_missing_path(source):
         raise ModelError(f"{role} {name!r} does not exist")
 
@@ -237,11 +233,6 @@ def is_missing_path(source: str | Path) -> bool:
     """Return whether nothing is at a path that cannot be a hub id."""
     path, name = Path(source), str(source)
     return not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name)
-
-
-def _gguf_hint(folder: Path) -> str:
-    found = sorted(folder.glob("*.gguf"))
-    return f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
 
 
 def _folder(source: str | Path) -> Path | None:

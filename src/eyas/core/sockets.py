@@ -39,8 +39,17 @@ from eyas.core.target import Target
 from eyas.errors import OptionError
 
 __all__ = [
-    "FEATURE", "POLICY", "RUNNER", "STRUCTURE", "TARGET", "KnownHead", "KnownTarget", "PlainRunner", "Socket", "Source",
-]  # fmt: skip
+    "FEATURE",
+    "POLICY",
+    "RUNNER",
+    "STRUCTURE",
+    "TARGET",
+    "KnownHead",
+    "KnownTarget",
+    "PlainRunner",
+    "Socket",
+    "Source",
+]
 
 PACKAGE = Path(__file__).parents[1]
 

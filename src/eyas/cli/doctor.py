@@ -134,9 +134,9 @@ def _requirements() -> list[Finding]:
 
 def _bfloat16() -> Iterator[Finding]:
     """Yield a remark where torch cannot multiply bfloat16 matrices; nothing where it can."""
-    from eyas.hardware import BFLOAT16_CURE, multiplies_bfloat16
+    from eyas.hardware import BFLOAT16_CURE, bfloat16_gain
 
-    if not multiplies_bfloat16():
+    if not bfloat16_gain():
         yield Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")
 
 

@@ -10,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from eyas.checkpoints import ExportTarget, Format, Weights
-from eyas.checkpoints.tools import formats, write
+from eyas.checkpoints.tools import write
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
+from eyas_train.formats import exporting
 
 __all__ = ["export", "export_formats", "suffix", "usage"]
 
@@ -20,7 +21,7 @@ __all__ = ["export", "export_formats", "suffix", "usage"]
 def export_formats() -> dict[str, tuple[str, ...]]:
     """Return the formats that heads are exported to, by name, each with the methods whose heads it holds."""
     methods: dict[str, tuple[str, ...]] = {}
-    for form in _exporting():
+    for form in exporting():
         methods[form.NAME] = (*methods.get(form.NAME, ()), *form.EXPORTS)
     return dict(sorted(methods.items()))
 
@@ -86,10 +87,6 @@ def suffix(method: str, name: str) -> str:
     return getattr(_form(method, name), "SUFFIX", "")
 
 
-def _exporting() -> list[Format]:
-    return [form for form in formats() if hasattr(form, "EXPORTS")]
-
-
 def _form(method: str, name: str) -> Format:
     """Return the format of that name for heads of this method."""
     known = export_formats()
@@ -99,4 +96,4 @@ def _form(method: str, name: str) -> Format:
         fitting = [other for other, methods in known.items() if method in methods]
         which = f"those are exported to {', '.join(fitting)}" if fitting else "no other engine reads those"
         raise CheckpointError(f"{name} has no format for heads of {method}; {which}")
-    return next(form for form in _exporting() if name == form.NAME and method in form.EXPORTS)
+    return next(form for form in exporting() if name == form.NAME and method in form.EXPORTS)

@@ -1,6 +1,4 @@
-"""Writes draft heads in the formats of other engines. The modules of `checkpoints` are the formats, and say
-what they hold.
-"""
+"""Writes draft heads in the formats of other engines. The modules of `formats` are the formats."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from eyas.checkpoints import ExportTarget, Format, Weights
+from eyas.checkpoints import ExportTarget, Weights
 from eyas.checkpoints.tools import write
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
@@ -73,13 +72,14 @@ def export(
     finally:
         with suppress(OSError):
             temporary.unlink() if temporary.is_file() else shutil.rmtree(temporary)
-    return form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+    lines: list[str] = form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+    return lines
 
 
 def usage(method: str, name: str, folder: str, target: str) -> list[str]:
-    """Return lines, of a shell or of Python, by which the engines of a format run a head of this method in a
-    folder."""
-    return _form(method, name).usage(method, {}, folder, target)
+    """Return lines, of a shell or of Python, by which the engines of a format run a head of this method."""
+    lines: list[str] = _form(method, name).usage(method, {}, folder, target)
+    return lines
 
 
 def suffix(method: str, name: str) -> str:
@@ -87,7 +87,7 @@ def suffix(method: str, name: str) -> str:
     return getattr(_form(method, name), "SUFFIX", "")
 
 
-def _form(method: str, name: str) -> Format:
+def _form(method: str, name: str) -> Any:
     """Return the format of that name for heads of this method."""
     known = export_formats()
     if name not in known:

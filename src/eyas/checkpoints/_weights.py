@@ -145,6 +145,9 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     """
     writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:
+        from eyas import elsewhere
+
+        elsewhere.check("saves", weights.method, f"saving a head of {weights.method}")
         raise CheckpointError(
             f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}"
         )

@@ -15,12 +15,12 @@ from eyas.checkpoints._eagle3 import IDS, MASK, SGLANG
 from eyas.checkpoints._eagle3_writing import layer_config, publish_tensors
 from eyas.checkpoints._files import read_config, write
 from eyas.checkpoints._gguf import ARCHITECTURE, File
-from eyas.checkpoints._hub import fetch_model
+from eyas.checkpoints._hub import hub_refusal
 from eyas.checkpoints._llama import Shape, count, flag, layer_names, mapping, text, write_layer
 from eyas.checkpoints._weights import Published, differences, formats, refuse_dtypes
 
 __all__ = [
     "ARCHITECTURE", "DFLASH", "DFLASH2", "DSPARK", "IDS", "MASK", "SECOND_PARTS", "SGLANG", "SLIDING", "File", "Published", "Shape",
-    "block_names", "block_shapes", "count", "differences", "fetch_model", "flag", "formats", "gguf_names", "layer_config",
+    "block_names", "block_shapes", "count", "differences", "flag", "formats", "gguf_names", "hub_refusal", "layer_config",
     "layer_names", "mapping", "publish_tensors", "read_config", "refuse_dtypes", "text", "write", "write_layer",
 ]  # fmt: skip

@@ -3,6 +3,7 @@ without llama.cpp. tests/interop/test_gguf.py compares with the converter itself
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,17 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor
+
+import zoo
+from eyas import checkpoints
+from eyas.checkpoints import Weights
+from eyas.checkpoints._files import read_config, read_tensors
+from eyas.core.engine import Decoder, Request
+from eyas.core.options import build_options
+from eyas.core.sampling import Sampling
+from eyas.core.target import Target
+from eyas.drafters import find
+from reference import plain_decode, run
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -55,6 +67,7 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 NUMBERS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
+Parts = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def write(
@@ -175,3 +188,59 @@ def in_pairs(weight: Tensor, heads: int) -> Tensor:
     """Rows for a RoPE that turns neighbouring channels, by the converter's words: reshape, swap, reshape."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+# --- heads of tests, and what they are compared by --------------------------------------------------
+
+SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 5}
+SECOND = {"head.taps": 3, "head.channels": 8, "head.selector_rank": 6, "head.candidates": 5}
+BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dflash": ("dflash", SMALL, {}),
+    "windows": ("dflash", SMALL, {"windows": (None, 7), "causal": (False, True)}),
+    "windows both ways": ("dflash", SMALL, {"windows": (None, 7), "causal": ()}),
+    "dflash2": ("dflash2", {**SMALL, **SECOND}, {}),
+    "dspark": ("dspark", {**SMALL, "head.markov_rank": 8}, {}),
+}
+MODULES = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe", "qwen3next": "qwen3_next", "glm4moe": "glm4_moe"}
+
+
+def eagle3_of(target: Target, **changes: Any) -> Weights:
+    kind = find("eagle3")
+    options = build_options(kind.Options, {"head.layers": "0,1,3", "head.draft_vocab": 40})
+    made = kind.random(target, options, seed=1).weights()
+    return dataclasses.replace(made, config={**made.config, **changes})
+
+
+def block_parts(target: Target, folder: Path, name: str) -> tuple[Weights, Parts]:
+    """A head in a folder, and its parts for a file."""
+    method, options, changes = BLOCKS[name]
+    kind = find(method)
+    made = kind.random(target, build_options(kind.Options, options), seed=1).weights()
+    made.config.update({"embed_scale": 1.0, "logit_scale": 1.0, **changes})
+    checkpoints.save(made, folder)
+    return checkpoints.load(folder), block(read_config(folder), read_tensors(folder))
+
+
+def assert_same(read: Weights, made: Weights, atol: float = 0.0) -> None:
+    assert read.method == made.method
+    assert read.tensors.keys() == made.tensors.keys()
+    for name, tensor in made.tensors.items():
+        torch.testing.assert_close(read.tensors[name], tensor, rtol=0, atol=atol, msg=name)
+
+
+def texts(target: Target, draft: Path, method: str) -> tuple[Any, Any]:
+    """Return the texts and what each step accepted, after comparing the texts with plain decoding."""
+    laws = (Sampling(), Sampling(1.0, seed=3))
+    requests = [Request(tuple(range(5, 5 + n)), 14, law) for n, law in zip((4, 21), laws, strict=True)]
+    drafter = find(method).from_pretrained(draft, target)
+    tokens, steps = run(Decoder(target, drafter, 2), requests)
+    assert tokens == [list(plain_decode(target.model, request)) for request in requests]
+    return tokens, [(step.request_id, step.tokens, step.path) for step in steps]
+
+
+def family_of(name: str) -> Any:
+    if name == "glm4_moe":
+        return zoo.tiny(
+            name, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1
+        )
+    return zoo.HYBRIDS[name]()

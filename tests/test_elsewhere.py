@@ -15,7 +15,7 @@ from eyas.errors import OptionError
 
 NAMES = {
     kind: [(extra, name) for extra, kinds in elsewhere.DISTRIBUTIONS.items() for name in kinds.get(kind, ())]
-    for kind in ("commands", "methods", "heads", "parts")
+    for kind in ("commands", "methods", "heads", "parts", "saves")
 }
 
 
@@ -57,6 +57,13 @@ def test_the_format_of_a_head_is_missing(extra: str, key: str, tmp_path: Path) -
     save_file({"0.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(OptionError) as told:
         checkpoints.load(tmp_path)
+    assert says(str(told.value), extra)
+
+
+@pytest.mark.parametrize(("extra", "name"), NAMES["saves"])
+def test_the_writer_of_a_head_is_missing(extra: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as told:
+        checkpoints.save(checkpoints.Weights(name, {}, {}, "memory"), tmp_path)
     assert says(str(told.value), extra)
 
 

@@ -16,7 +16,7 @@ from eyas.errors import OptionError
 __all__ = ["DISTRIBUTIONS", "check", "command_of", "part"]
 
 # A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
-# config.json by which the formats of heads are known.
+# config.json by which the formats of heads are known, "saves" methods whose heads it writes.
 DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lab": {
         "commands": ("audit", "bench", "predict"),
@@ -24,7 +24,10 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "heads": ("hydra_num_heads", "medusa_num_heads"),
     },
     "ray": {"parts": ("fleet", "training", "workers")},
-    "train": {"commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train")},
+    "train": {
+        "commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train"),
+        "saves": ("dflash", "dflash2", "dspark"),
+    },
 }
 
 

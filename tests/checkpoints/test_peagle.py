@@ -1,8 +1,7 @@
-"""P-EAGLE heads on disk: the two published forms, what is refused, writing and exporting."""
+"""P-EAGLE heads on disk: the two published forms, what is refused, and writing."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import load, save
-from eyas.checkpoints._weights import ExportTarget
-from eyas.errors import CheckpointError
-from eyas_train.exports import export
 from golden import same
-from published import D, Head, V, deep, put, read, refused, without
+from published import D, Head, deep, read, refused, without
 
 MASK = torch.arange(3 * D).float()
 
@@ -92,29 +88,3 @@ def test_other_classes(tmp_path: Path) -> None:
 def test_faults(tmp_path: Path, head: Head, changed: dict[str, Tensor | None], says: str) -> None:
     """Guards against a head that runs as what it is not."""
     refused(tmp_path, head, says, **changed)
-
-
-def named() -> ExportTarget:
-    return ExportTarget(
-        "someone/model", ("LlamaForCausalLM",), lambda: torch.randn(V, D, generator=torch.Generator().manual_seed(0))
-    )
-
-
-@pytest.mark.parametrize("name", ["vllm", "speculators"])
-def test_exports(tmp_path: Path, name: str) -> None:
-    """Guards a mask, a token or levels that an engine does not find."""
-    head = load(put(tmp_path / "a", speculators()))
-    head.tensors.pop("embed.weight")
-    lines = export(head, name, tmp_path / "b", named())
-    again = load(tmp_path / "b")
-    assert (again.method, again.config["mask_token"], again.config["levels"]) == ("peagle", 9, 6)
-    assert same(without(again.tensors, "embed.weight"), head.tensors)
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    if name == "vllm":
-        assert (config["pard_token"], config["architectures"]) == (9, ["Eagle3LlamaForCausalLM"])
-        assert '"num_speculative_tokens": 6, "parallel_drafting": true' in lines[0]
-    else:
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 6
-        assert (config["mask_token_id"], config["architectures"]) == (9, ["PEagleSpeculator"])
-    with pytest.raises(CheckpointError, match="sglang has no format for heads of peagle"):
-        export(head, "sglang", tmp_path / "c", named())

@@ -54,26 +54,22 @@ from eyas.core.params import is_whole
 from eyas.errors import CheckpointError, first_line
 
 __all__ = [
-    "CLASSES",
-    "DFLASH",
-    "DFLASH2",
-    "DSPARK",
-    "SLIDING",
-    "attention_kinds",
-    "is_block_head",
-    "mask_token",
-    "read_common",
-    "read_tensors",
-    "refuse",
-    "tensor_shapes",
-    "write_common",
-    "write_tensors",
-]
+    "CLASSES", "DFLASH", "DFLASH2", "DSPARK", "SECOND_PARTS", "SLIDING", "attention_kinds", "block_names", "block_shapes",
+    "is_block_head", "mask_token", "read_common", "read_tensors", "refuse",
+]  # fmt: skip
 
 DFLASH, DFLASH2, DSPARK, LFM2 = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"
 CLASSES = (DFLASH, DSPARK, LFM2, "DSparkDraftModel", DFLASH2, "Gemma4DSparkModel")
 FROM_ANCHOR = {DFLASH: False, DFLASH2: False, DSPARK: True, LFM2: True}
 SLIDING = "sliding_attention"
+SECOND_PARTS = {
+    "taps": "conv_kernel_size",
+    "group": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "candidates": "selector_top_k",
+}
+"""Our keys for the sizes of DFlash 2's convolutions and selector -> the published ones."""
+
 LAYER_KEYS = ("layer_types", "max_window_layers", "num_hidden_layers", "sliding_window", "use_sliding_window")
 
 _MUST_BE: dict[str, tuple[Any, str]] = {
@@ -149,7 +145,7 @@ def read_tensors(
         tables: whether the format has embeddings and an lm_head, which may be absent.
         config: the published config of the layers.
     """
-    names, our_shapes = _names(ours, tables), tensor_shapes(ours, tables)
+    names, our_shapes = block_names(ours, tables), block_shapes(ours, tables)
     may_miss = ("embed.weight",) if ours.get("draft_vocab") else ("embed.weight", "head.weight")
     optional = [name for name, our_name in names.items() if our_name in may_miss]
     faults = differences(tensors, {name: our_shapes[our_name] for name, our_name in names.items()}, optional)
@@ -159,7 +155,7 @@ def read_tensors(
     return in_halves({names[name]: tensor for name, tensor in tensors.items()}, config, ours["head_dim"])
 
 
-def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
+def block_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
     """Return our tensor names and their shapes, from our config."""
     D, inner, V, r, h = (
         ours[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "markov_rank", "head_dim")
@@ -200,7 +196,7 @@ def tensor_shapes(ours: Mapping[str, Any], tables: bool) -> dict[str, Shape]:
     return out | ({"draft_ids": (drafted,)} if drafted != V else {})
 
 
-def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
+def block_names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
     """Return our name of each published tensor."""
     names = {
         "markov_head.markov_w1.weight": "markov.before.weight",
@@ -221,7 +217,7 @@ def _names(ours: Mapping[str, Any], tables: bool) -> dict[str, str]:
                 f"{conv}.base_kernel": f"{conv}.base",
                 f"{conv}.kernel_projection.weight": f"{conv}.kernel.weight",
             }
-    known = tensor_shapes(ours, tables)
+    known = block_shapes(ours, tables)
     renamed = {published: name for published, name in names.items() if name in known}
     return renamed | {name: name for name in known if name not in renamed.values()}
 
@@ -286,16 +282,10 @@ def _scales(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 def _second_parts(merged: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of DFlash 2's convolutions and selector; 0 where there are none."""
-    keys = {
-        "taps": "conv_kernel_size",
-        "group": "conv_group_size",
-        "selector_rank": "selector_rank",
-        "candidates": "selector_top_k",
-    }
-    sizes = {ours: count(merged, key) if merged.get(key) else 0 for ours, key in keys.items()}
+    sizes = {ours: count(merged, key) if merged.get(key) else 0 for ours, key in SECOND_PARTS.items()}
     if bool(sizes["taps"]) != bool(sizes["group"]) or bool(sizes["selector_rank"]) != bool(sizes["candidates"]):
         raise CheckpointError(
-            f"config.json has {', '.join(f'{key} {merged.get(key)!r}' for key in keys.values())}: each pair is there, or none of it"
+            f"config.json has {', '.join(f'{key} {merged.get(key)!r}' for key in SECOND_PARTS.values())}: each pair is there, or none of it"
         )
     if sizes["taps"] and count(merged, "hidden_size") % sizes["group"]:
         raise CheckpointError(
@@ -324,61 +314,3 @@ def mask_token(config: Mapping[str, Any]) -> int:
     if not is_whole(value) or not 0 <= value < 2**31:
         raise CheckpointError(f"config.json has mask_token_id {value!r}; it must be the id of a token")
     return value
-
-
-# --- writing -----------------------------------------------------------------------------------------
-
-
-def write_common(ours: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the keys of a Qwen3 config.json, and `sample_from_anchor`; `name` is the class under `architectures`.
-    Raise CheckpointError for windows that only the speculators library's form has, and a draft vocabulary."""
-    windows, causal, layers = ours.get("windows") or (), ours.get("causal") or (), ours["layers"]
-    slides = [window is not None for window in windows] or [False] * layers
-    if any(windows) and ours.get("anchored"):
-        raise CheckpointError(
-            "the head's windows are counted from the root, which only the speculators library's form says"
-        )
-    if ours.get("draft_vocab"):
-        raise CheckpointError("the head has a draft vocabulary, which only the speculators library's form has")
-    if causal and len(set(causal)) > 1 and list(causal) != slides:
-        raise CheckpointError("some layers of the head see earlier slots only, in a way that this form does not say")
-    published = {
-        "architectures": [name],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "hidden_size": ours["hidden_size"],
-        "intermediate_size": ours["intermediate_size"],
-        "vocab_size": ours["vocab_size"],
-        "num_hidden_layers": ours["layers"],
-        "layer_types": [SLIDING if slid else "full_attention" for slid in slides],
-        "num_attention_heads": ours["num_heads"],
-        "num_key_value_heads": ours["num_kv_heads"],
-        "head_dim": ours["head_dim"],
-        "rms_norm_eps": ours["rms_eps"],
-        "rope_theta": ours["rope_theta"],
-        "rope_scaling": ours["rope_scaling"],
-        "max_position_embeddings": ours["max_positions"],
-        "tie_word_embeddings": False,
-        "num_target_layers": ours["target_layers"],
-        "block_size": ours["block"],
-        "sample_from_anchor": ours["from_anchor"],
-    }
-    if any(slides):
-        published |= {"use_sliding_window": True, "sliding_window": next(filter(None, windows))}
-    if list(causal or [False] * layers) != slides:
-        published["is_causal"] = any(causal)
-    factors = {"input_embedding_scale": ours.get("embed_scale"), "output_multiplier": ours.get("logit_scale")}
-    # without the key a head with a record of eyas has the target's own factor
-    plain = (None,) if "eyas" in ours else (None, 1.0)
-    published |= {key: factor for key, factor in factors.items() if factor not in plain}
-    if ours.get("logit_cap"):
-        published["final_logit_softcapping"] = ours["logit_cap"]
-    return {**published, "eyas": ours["eyas"]} if "eyas" in ours else published
-
-
-def write_tensors(ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool) -> dict[str, Tensor]:
-    """Return our tensors under their published names."""
-    faults = differences(tensors, tensor_shapes(ours, tables), ("embed.weight", "head.weight"))
-    assert not faults, faults
-    return {name: tensors[our_name] for name, our_name in _names(ours, tables).items() if our_name in tensors}

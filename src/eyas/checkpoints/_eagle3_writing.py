@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import complete, names_of, shapes
-from eyas.checkpoints._llama import refuse_qkv_bias, write_layer
+from eyas.checkpoints._llama import write_layer
 from eyas.checkpoints._weights import differences
-from eyas.errors import CheckpointError
 
-__all__ = ["dtype_of", "publish", "publish_tensors", "window_keys"]
+__all__ = ["dtype_of", "layer_config", "publish_tensors"]
 
 
 def publish_tensors(
@@ -44,41 +43,14 @@ def publish_tensors(
     return ours, published
 
 
-def publish(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str, qk_norm: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Convert to the parts that every format for other engines needs. Raise CheckpointError for biases, which none of
-    them computes, and for Qwen3's layers.
-
-    Args:
-        reader: the engine's name, for messages.
-        qk_norm: whether the engine computes Qwen3's layers.
-
-    Returns:
-        our complete config; the keys of a LLaMA config.json; the tensors under their published names.
-    """
-    ours, published = publish_tensors(config, tensors, layer)
-    refuse_qkv_bias(ours, reader)
-    if ours["qk_norm"] and not qk_norm:
-        raise CheckpointError(
-            f"the head has Qwen3's layers, with norms of queries and keys, and {reader} computes LLaMA's"
-        )
-    if ours["fc_bias"] and bool(published.pop("fc.bias").any()):
-        raise CheckpointError(f"the head has a bias of fc, and {reader} computes none in EAGLE-3 heads")
-    keys = {**write_layer(ours), **window_keys(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
-    if ours.get("eyas"):
-        keys["eyas"] = dict(ours["eyas"])
-    return ours, keys, published
-
-
-def window_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a sliding window in a LLaMA config; none without a window."""
-    window = config["window"]
-    return (
-        {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * config["layers"]}
-        if window
-        else {}
-    )
+def layer_config(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the keys of a LLaMA config.json, with the head's record, for what `publish_tensors` returns."""
+    window = ours["window"]
+    keys = {**write_layer(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
+    if window:
+        kinds = ["sliding_attention"] * ours["layers"]
+        keys |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    return {**keys, "eyas": dict(ours["eyas"])} if ours.get("eyas") else keys
 
 
 def dtype_of(tensor: Tensor) -> str:

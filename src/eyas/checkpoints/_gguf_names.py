@@ -1,5 +1,6 @@
 """Names of tensors and settings in GGUF files of heads, as llama.cpp's converter (convert_hf_to_gguf.py) writes them, and
-the changes of tensors that it makes: one table for both directions, reading (`gguf`) and writing (`_gguf_writing`).
+the changes of tensors that it makes: one table for both directions, reading (`gguf`) and writing (eyas-train, which
+finds this module in `tools`).
 
 A table has the file's name first, then the name in the published form. Settings are those of the architecture.
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "SECOND_KEYS", "YARN_KEYS", "block_names", "eagle3_names", "in_halves", "in_pairs",
-    "llama3_factors", "mtp_names",
+    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "YARN_KEYS", "block_names", "eagle3_names", "in_halves", "llama3_factors",
+    "mtp_names",
 ]  # fmt: skip
 
 MTP_TYPES = {
@@ -49,7 +50,6 @@ FACTOR_KEYS = {
     "output_multiplier": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-SECOND_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # the same in both
 
 # --- tensors: name in the file -> published name -------------------------------------------------------
 
@@ -132,12 +132,6 @@ def in_halves(weight: Tensor, heads: int) -> Tensor:
     neighbours."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
-
-
-def in_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Undo `in_halves`."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, width: int) -> Tensor:

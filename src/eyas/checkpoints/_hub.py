@@ -1,4 +1,4 @@
-"""Fetches the folder of a draft head, or of a target, from the hub, and says why it cannot."""
+"""Fetches the folder of a draft head from the hub, and says why it cannot."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from pathlib import Path
 
 from eyas.errors import CheckpointError, first_line
 
-__all__ = ["fetch", "fetch_model"]
+__all__ = ["fetch", "hub_refusal"]
 
 _SAFE_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-_MODEL_FILES = [*_SAFE_FILES, "*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]
 _PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 
 
@@ -24,22 +23,12 @@ def fetch(hub_id: str, revision: str | None) -> Path:
             folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
-            f"draft head {hub_id}: there is no such folder here, and {_refusal(error, revision)}"
+            f"draft head {hub_id}: there is no such folder here, and {hub_refusal(error, revision)}"
         ) from error
     return folder
 
 
-def fetch_model(hub_id: str) -> Path:
-    """Return the folder of a hub snapshot of a whole model, with its tokenizer."""
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_MODEL_FILES))
-    except Exception as error:  # the hub's client raises errors of several libraries
-        raise CheckpointError(f"target {hub_id}: there is no such folder here, and {_refusal(error, None)}") from error
-
-
-def _refusal(error: Exception, revision: str | None) -> str:
+def hub_refusal(error: Exception, revision: str | None) -> str:
     """Return the reason why the hub did not deliver; for common ones it says what to do."""
     from huggingface_hub import errors
 

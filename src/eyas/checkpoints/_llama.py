@@ -18,7 +18,7 @@ from eyas.errors import CheckpointError
 
 __all__ = [
     "Shape", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
-    "read_rope", "refuse_qkv_bias", "text", "write_layer",
+    "read_rope", "text", "write_layer",
 ]  # fmt: skip
 
 LARGEST_COUNT = 2**31
@@ -196,19 +196,6 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": config["max_positions"],
         "tie_word_embeddings": False,
     }
-
-
-def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
-    """Raise CheckpointError if a head has biases of q, k and v, for an engine that has them only
-    together with one of o.
-
-    Args:
-        reader: the engine's name, for the message.
-    """
-    if config["qkv_bias"]:
-        raise CheckpointError(
-            f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks"
-        )
 
 
 # --- single values -----------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class ExportTarget:
-    """Facts about the target model that a format may ask for when a head is exported. The command
-    line fills them in."""
+    """Facts about the target model that a format may ask for when eyas-train exports a head. The
+    command line fills them in."""
 
     name: str = ""
     """A folder or hub id by which other engines find the target; empty when nobody said."""
@@ -70,18 +70,11 @@ class Format(Protocol):
 
         read       `recognises` and `read`. At most one format recognises a folder, so their order does not matter
         saved      METHODS and `write`; FILE where the weights are not published as model.safetensors
-        exported   NAME, EXPORTS, `export` and `usage`; EXPORT_FILE where the weights go into another file, and
-                   `finish(folder, target)` where the engine needs more files
-        one file   SUFFIX and `unpack`, which converts a file to what other formats read; `write_file` and DTYPES to export
+        one file   SUFFIX and `unpack`, which converts a file to what other formats read
     """
 
     METHODS: tuple[str, ...]
     """The methods whose heads eyas saves in this format."""
-    NAME: str
-    """The format's name for `eyas export`; formats of several methods may share one."""
-    EXPORTS: tuple[str, ...]
-    """The methods whose heads are exported to this format."""
-
     SUFFIX: str
     """The ending of the files that `unpack` reads."""
 
@@ -99,15 +92,6 @@ class Format(Protocol):
 
     def write(self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
         """Convert our config and tensors to config.json and the tensors to publish."""
-
-    def export(
-        self, method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget
-    ) -> Published:
-        """Convert as `write` does, for the engines of this format. Raise CheckpointError, with the reason, when they
-        would compute something else."""
-
-    def usage(self, method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-        """Return lines, of a shell or of Python, by which the engines run the head in this folder; `config` is ours."""
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
@@ -161,6 +145,9 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     """
     writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:
+        from eyas import elsewhere
+
+        elsewhere.check("saves", weights.method, f"saving a head of {weights.method}")
         raise CheckpointError(
             f"no format here can hold a head of method {weights.method!r}; {near(weights.method, writers)}"
         )

@@ -19,25 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints._block import (
-    CLASSES,
-    DFLASH,
-    DFLASH2,
-    is_block_head,
-    read_common,
-    read_tensors,
-    write_common,
-    write_tensors,
-)
+from eyas.checkpoints._block import CLASSES, DFLASH, DFLASH2, is_block_head, read_common, read_tensors
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import mapping
-from eyas.checkpoints._weights import Published
 from eyas.checkpoints.dspark import looks_like_dspark
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "read", "recognises", "write"]
-
-METHODS = ("dflash", "dflash2")
+__all__ = ["read", "recognises"]
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -67,14 +55,3 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     suffix = "_codebook.weight"  # transformers saves the tables of the selector under this name
     named = {name.removesuffix(".weight") if name.endswith(suffix) else name: value for name, value in tensors.items()}
     return method, ours, read_tensors(ours, named, False, {**config, **inner})
-
-
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published. A table of embeddings of the head's own has no place there."""
-    assert method in METHODS, method
-    inner = {"mask_token_id": config["mask_token"], "target_layer_ids": [k - 1 for k in config["feature_layers"]]}
-    published = write_common(config, DFLASH2 if method == "dflash2" else DFLASH)
-    if method == "dflash2":
-        inner |= {"conv_kernel_size": config["taps"], "conv_group_size": config["group"]}
-        inner |= {"selector_rank": config["selector_rank"], "selector_top_k": config["candidates"]}
-    return {**published, "dflash_config": inner}, write_tensors(config, tensors, tables=False)

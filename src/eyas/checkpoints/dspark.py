@@ -19,16 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints._block import DSPARK, is_block_head, read_common, read_tensors, write_common, write_tensors
+from eyas.checkpoints._block import is_block_head, read_common, read_tensors
 from eyas.checkpoints._eagle3 import architecture
 from eyas.checkpoints._llama import flag, mapping
-from eyas.checkpoints._weights import Published
 from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
-__all__ = ["METHODS", "looks_like_dspark", "read", "recognises", "write"]
-
-METHODS = ("dspark",)
+__all__ = ["looks_like_dspark", "read", "recognises"]
 
 
 def looks_like_dspark(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -61,19 +58,3 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     ours = {**read_common(config, inner), "markov_rank": rank}
     ours["confidence"] = "none" if not confident else "hidden+markov" if with_markov else "hidden"
     return "dspark", ours, read_tensors(ours, tensors, True, merged)
-
-
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
-    assert method in METHODS, method
-    published: dict[str, Any] = {
-        **write_common(config, DSPARK),
-        "mask_token_id": config["mask_token"],
-        "target_layer_ids": [k - 1 for k in config["feature_layers"]],
-        "markov_rank": config["markov_rank"],
-        "enable_confidence_head": config["confidence"] != "none",
-        "confidence_head_with_markov": config["confidence"] == "hidden+markov",
-    }
-    if config["markov_rank"]:
-        published["markov_head_type"] = "vanilla"
-    return published, write_tensors(config, tensors, tables=True)

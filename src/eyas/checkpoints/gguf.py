@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SLIDING
+from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SECOND_PARTS, SLIDING
 from eyas.checkpoints._eagle3 import IDS, VLLM
+from eyas.checkpoints._files import GGUF as SUFFIX
 from eyas.checkpoints._gguf import File
 from eyas.checkpoints._gguf_names import (
     FACTOR_KEYS,
     LAYER_KEYS,
     MTP_TYPES,
-    SECOND_KEYS,
     YARN_KEYS,
     block_names,
     eagle3_names,
@@ -38,14 +38,11 @@ from eyas.checkpoints._gguf_names import (
     llama3_factors,
     mtp_names,
 )
-from eyas.checkpoints._gguf_writing import DTYPES, EXPORTS, export, usage, write_file
 from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError
 
-__all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "unpack", "usage", "write_file"]
-
-NAME, SUFFIX = "gguf", ".gguf"
+__all__ = ["SUFFIX", "unpack"]
 
 # settings and tensors of block heads that compute something else, and what they mean
 _OTHER_BLOCKS = {
@@ -138,7 +135,7 @@ def _block_form(
     if maps:
         return _speculators_form(config, {**dspark, **anchor}, {**tensors, **maps}, len(maps["d2t"]))
     if "candidate_selector.predecessor_codebook" in tensors:
-        second = {key: int(file.need(f"ARCH.{key}")) for key in SECOND_KEYS}
+        second = {key: int(file.need(f"ARCH.{key}")) for key in SECOND_PARTS.values()}
         return {**config, "architectures": [DFLASH2], **second, **anchor}, tensors
     if markov is None and not {"embed_tokens.weight", "lm_head.weight"} & tensors.keys():
         return {**config, "architectures": [DFLASH], **anchor}, tensors

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from eyas.checkpoints import speculators, vllm
 from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel
+from eyas.checkpoints._eagle3_writing import layer_config, publish_tensors
 from eyas.checkpoints._llama import count, mapping
-from eyas.checkpoints._weights import ExportTarget, Published
+from eyas.checkpoints._weights import Published
 from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
+__all__ = ["METHODS", "read", "recognises", "write"]
 
-METHODS = EXPORTS = ("peagle",)
-NAME = "vllm"
+METHODS = ("peagle",)
 # vLLM computes heads of all these classes in the same way
 CLASSES = (VLLM, SGLANG, "PEagleDraftModel", "PeagleLlamaForCausalLM")
 TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
@@ -73,33 +73,18 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
+    """Return config.json and the tensors as published. Raise CheckpointError for Qwen3's layers."""
     assert method in METHODS, method
     rest = {name: tensor for name, tensor in tensors.items() if name != MASK}
-    published, their_tensors = vllm.export("eagle3", config, rest, ExportTarget())
-    published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"], "parallel_drafting": True}
+    ours, their_tensors = publish_tensors(config, rest, "layers.0")
+    assert not any(ours[key] for key in ("fc_bias", "qkv_bias")), "P-EAGLE heads have no biases"
+    if ours["qk_norm"]:
+        raise CheckpointError("the head has Qwen3's layers, with norms of queries and keys, and vLLM computes LLaMA's")
+    published = {**layer_config(ours, their_tensors), **vllm.settings(ours), "parallel_drafting": True}
+    published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"]}
     if config.get("levels"):
         published["eyas"] = {**published.get("eyas", {}), "levels": config["levels"]}
     return published, {**their_tensors, MASK: tensors[MASK][None]}
-
-
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return what `write` returns, for vLLM. Raise CheckpointError for mask features of a size that its class does not
-    have."""
-    if len(tensors[MASK]) != 3 * config["hidden_size"]:
-        raise CheckpointError(
-            "the head's mask has not the features of three layers of the head's own width, which vLLM's class expects"
-        )
-    return write(method, config, tensors)
-
-
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Return lines, of a shell or of Python, by which vLLM runs the head."""
-    levels = config.get("levels") or 5
-    speculative = (
-        f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {levels}, "parallel_drafting": true}}'
-    )
-    return [f"vllm serve {target} --speculative-config '{speculative}'"]
 
 
 def _read_flat(

@@ -31,16 +31,12 @@ from torch import Tensor
 from eyas.checkpoints._block import is_block_head
 from eyas.checkpoints._eagle3 import is_eagle3, sliding_window
 from eyas.checkpoints._llama import Shape, flag, layer_names, layer_shapes, mapping, read_layer, read_rope, write_layer
-from eyas.checkpoints._weights import ExportTarget, Published, differences, refuse_dtypes
+from eyas.checkpoints._weights import Published, differences, refuse_dtypes
 from eyas.errors import CheckpointError, near
 
-__all__ = [
-    "EXPORTS", "INPUTS", "METHODS", "NAME", "NAMES", "export", "read", "read_config", "recognises", "shapes", "usage", "write",
-    "write_config",
-]  # fmt: skip
+__all__ = ["INPUTS", "METHODS", "NAMES", "read", "read_config", "recognises", "shapes", "write", "write_config"]
 
-METHODS = EXPORTS = ("eagle1",)
-NAME = "safeailab"
+METHODS = ("eagle1",)
 JOINED = ("shifted", "unshifted")
 INPUTS = (*JOINED, "feature", "token")
 
@@ -94,21 +90,6 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     published = {name: tensors[ours] for name, ours in NAMES.items() if ours in tensors}
     dtype = str(tensors["layer.mlp_norm.weight"].dtype).removeprefix("torch.")
     return {**write_config(config), "torch_dtype": dtype}, published
-
-
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return what `write` returns, for the authors' code. Raise CheckpointError for the heads of the ablation, which
-    only eyas computes."""
-    if config["inputs"] != "shifted":
-        raise CheckpointError(
-            f"the head reads {config['inputs']} inputs, a net of EAGLE-1's ablation, and only eyas computes it"
-        )
-    return write(method, config, tensors)
-
-
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
-    return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=False)']
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:

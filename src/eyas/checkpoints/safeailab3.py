@@ -38,17 +38,15 @@ from eyas.checkpoints._eagle3 import (
 )
 from eyas.checkpoints._eagle3_writing import dtype_of, publish_tensors
 from eyas.checkpoints._llama import flag, mapping, write_layer
-from eyas.checkpoints._weights import ExportTarget, Published
+from eyas.checkpoints._weights import Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
+__all__ = ["EXTENDED", "METHODS", "NEEDS", "read", "recognises", "write"]
 
-METHODS = EXPORTS = ("eagle3",)
-NAME = "safeailab"
-
+METHODS = ("eagle3",)
 EXTENDED = "EyasEagle3ForCausalLM"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "qk_norm")
-_NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")
+NEEDS = (*_FLAGS, "feature_layers", "carries", "head", "layers")  # keys of "eyas" that the published form lacks
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -84,27 +82,6 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
     return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published
-
-
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return what `write` returns, for the authors' code. Raise CheckpointError for a head that needs more than the
-    published form holds."""
-    published, their_tensors = write(method, config, tensors)
-    if published["architectures"] == [EXTENDED]:
-        needs = [key for key in _NEEDS if published["eyas"].get(key)]
-        needs += [name for name in their_tensors if name.endswith("bias")]
-        raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
-    if config.get("window"):
-        raise CheckpointError(
-            f"the head was trained with a sliding window of {config['window']} tokens, and the authors' code has none: it would show the "
-            "head more than it knows"
-        )
-    return published, their_tensors
-
-
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
-    """Return lines, of a shell or of Python, by which the authors' code runs the head."""
-    return [f'EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", use_eagle3=True)']
 
 
 def _refuse_other_forms(

@@ -1,5 +1,4 @@
-"""Block heads of the speculators library of the vLLM project: DFlash, DFlash 2 and DSpark, read and
-exported.
+"""Block heads of the speculators library of the vLLM project: DFlash, DFlash 2 and DSpark.
 
     config.json     speculators_model_type "dflash", "dflash2" or "dspark"; the layers' config, of Qwen3's keys, under
                     `transformer_layer_config`; beside it draft_vocab_size, block_size, mask_token_id, sample_from_anchor,
@@ -22,32 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints._block import (
-    SLIDING,
-    attention_kinds,
-    mask_token,
-    read_tensors,
-    refuse,
-    write_common,
-    write_tensors,
-)
+from eyas.checkpoints._block import SECOND_PARTS, attention_kinds, mask_token, read_tensors, refuse
 from eyas.checkpoints._eagle3 import check_dtypes, draft_ids
 from eyas.checkpoints._llama import count, flag, mapping, read_layer, read_rope
-from eyas.checkpoints._weights import ExportTarget, Published
-from eyas.checkpoints.speculators import VERSION, proposal, usage, with_defaults
+from eyas.checkpoints.speculators import with_defaults
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "NAME", "export", "read", "recognises", "usage"]
+__all__ = ["read", "recognises"]
 
-NAME, EXPORTS = "speculators", ("dflash", "dflash2", "dspark")
-CLASSES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's, kept for training
 ID = "aux_hidden_state_layer_ids"
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether config.json is of the library, and of a block head."""
-    return config.get("speculators_model_type") in EXPORTS
+    return config.get("speculators_model_type") in ("dflash", "dflash2", "dspark")
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -71,7 +59,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         "embed_scale": 1.0,
         "logit_scale": 1.0,
         "logit_cap": 0.0,
-        **dict.fromkeys(("taps", "group", "selector_rank", "candidates"), 0),
+        **dict.fromkeys(SECOND_PARTS, 0),
     }
     if kind == "dspark":
         ours |= _dspark_parts(config)
@@ -90,62 +78,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         held |= _drafted_tokens(tensors, vocabulary, drafted)
     ours |= {"eyas": config["eyas"]} if "eyas" in config else {}
     return kind, ours, read_tensors(ours, held, True, layer)
-
-
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors of the library. Raise CheckpointError for what its classes do not compute."""
-    if not target.name:
-        raise CheckpointError(
-            "a head of this library names its target: give the target's folder or hub id with --target"
-        )
-    if any(config.get("windows") or ()) and not config.get("anchored"):
-        raise CheckpointError("the head's windows are counted from each slot, and in this library from the root")
-    if any(config.get("causal") or ()) and not any(config.get("windows") or ()):
-        raise CheckpointError(
-            "slots of the head see earlier slots only, and in this library only in layers with a window"
-        )
-    for key, fact in (("embed_scale", "embeddings"), ("logit_scale", "logits")):
-        if config.get(key) not in (None, 1.0):
-            raise CheckpointError(f"the head's {fact} have a factor, and in this library they have none")
-    if config.get("logit_cap"):
-        raise CheckpointError("the head's logits are capped, and in this library they are not")
-    sent = {name: tensor for name, tensor in tensors.items() if name != "draft_ids"}
-    drafted = config.get("draft_vocab") or config["vocab_size"]
-    if "embed.weight" in sent or ("head.weight" in sent and drafted == config["vocab_size"]):
-        raise CheckpointError("the head has embeddings or an lm_head of its own, and this library takes the target's")
-    layer = write_common({**config, "windows": (), "causal": (), "draft_vocab": 0}, "")
-    layer = {
-        name: layer[name] for name in layer if name not in ("architectures", "block_size", "num_target_layers", "eyas")
-    }
-    from_anchor = layer.pop("sample_from_anchor")
-    rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
-    windows = config.get("windows") or (None,) * config["layers"]
-    if any(windows):
-        kinds = ["full_attention" if window is None else SLIDING for window in windows]
-        layer |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": next(filter(None, windows))}
-    published = {
-        "architectures": [CLASSES[method]],
-        "speculators_model_type": method,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal(config["block"] - (0 if from_anchor else 1))],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
-        "transformer_layer_config": {**layer, "rope_parameters": rope},
-        "draft_vocab_size": drafted,
-        "block_size": config["block"],
-        "mask_token_id": config["mask_token"],
-        ID: list(config["feature_layers"]),
-        "sample_from_anchor": from_anchor,
-        "sliding_window_non_causal": any(windows) and not any(config.get("causal") or ()),
-        **_parts(method, config),
-    }
-    their_tensors = write_tensors(config, tensors, True)
-    if "draft_ids" in tensors:
-        their_tensors |= _maps(their_tensors.pop("draft_ids"), config["vocab_size"])
-    return ({**published, "eyas": config["eyas"]} if "eyas" in config else published), their_tensors
 
 
 # --- parts of config.json ----------------------------------------------------------------------------
@@ -207,29 +139,3 @@ def _drafted_tokens(tensors: Mapping[str, Tensor], vocabulary: int, drafted: int
         raise CheckpointError(f"d2t must have {drafted} entries and t2d {vocabulary}, as config.json says")
     ids = draft_ids(tensors, vocabulary, drafted)
     return {} if ids is None else {"draft_ids": ids}
-
-
-def _maps(ids_v: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    marks = torch.zeros(vocabulary, dtype=torch.bool)
-    marks[ids_v] = True
-    return {"d2t": ids_v - torch.arange(len(ids_v)), "t2d": marks}
-
-
-def _parts(method: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of DSpark's or DFlash 2's further parts."""
-    if method == "dspark":
-        confidence = config["confidence"]
-        return {
-            "markov_rank": config["markov_rank"],
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": confidence != "none",
-            "confidence_head_with_markov": confidence == "hidden+markov",
-        }
-    if method == "dflash2":
-        return {
-            "conv_kernel_size": config["taps"],
-            "conv_group_size": config["group"],
-            "selector_rank": config["selector_rank"],
-            "selector_top_k": config["candidates"],
-        }
-    return {}

@@ -1,6 +1,4 @@
-"""Writes draft heads in the formats of other engines. The modules of `checkpoints` are the formats, and say
-what they hold.
-"""
+"""Writes draft heads in the formats of other engines. The modules of `formats` are the formats."""
 
 from __future__ import annotations
 
@@ -8,11 +6,13 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from eyas.checkpoints import ExportTarget, Format, Weights
-from eyas.checkpoints.tools import formats, write
+from eyas.checkpoints import ExportTarget, Weights
+from eyas.checkpoints.tools import write
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
+from eyas_train.formats import exporting
 
 __all__ = ["export", "export_formats", "suffix", "usage"]
 
@@ -20,7 +20,7 @@ __all__ = ["export", "export_formats", "suffix", "usage"]
 def export_formats() -> dict[str, tuple[str, ...]]:
     """Return the formats that heads are exported to, by name, each with the methods whose heads it holds."""
     methods: dict[str, tuple[str, ...]] = {}
-    for form in _exporting():
+    for form in exporting():
         methods[form.NAME] = (*methods.get(form.NAME, ()), *form.EXPORTS)
     return dict(sorted(methods.items()))
 
@@ -72,13 +72,14 @@ def export(
     finally:
         with suppress(OSError):
             temporary.unlink() if temporary.is_file() else shutil.rmtree(temporary)
-    return form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+    lines: list[str] = form.usage(weights.method, weights.config, str(place), target.name or "TARGET")
+    return lines
 
 
 def usage(method: str, name: str, folder: str, target: str) -> list[str]:
-    """Return lines, of a shell or of Python, by which the engines of a format run a head of this method in a
-    folder."""
-    return _form(method, name).usage(method, {}, folder, target)
+    """Return lines, of a shell or of Python, by which the engines of a format run a head of this method."""
+    lines: list[str] = _form(method, name).usage(method, {}, folder, target)
+    return lines
 
 
 def suffix(method: str, name: str) -> str:
@@ -86,11 +87,7 @@ def suffix(method: str, name: str) -> str:
     return getattr(_form(method, name), "SUFFIX", "")
 
 
-def _exporting() -> list[Format]:
-    return [form for form in formats() if hasattr(form, "EXPORTS")]
-
-
-def _form(method: str, name: str) -> Format:
+def _form(method: str, name: str) -> Any:
     """Return the format of that name for heads of this method."""
     known = export_formats()
     if name not in known:
@@ -99,4 +96,4 @@ def _form(method: str, name: str) -> Format:
         fitting = [other for other, methods in known.items() if method in methods]
         which = f"those are exported to {', '.join(fitting)}" if fitting else "no other engine reads those"
         raise CheckpointError(f"{name} has no format for heads of {method}; {which}")
-    return next(form for form in _exporting() if name == form.NAME and method in form.EXPORTS)
+    return next(form for form in exporting() if name == form.NAME and method in form.EXPORTS)

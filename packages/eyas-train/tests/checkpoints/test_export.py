@@ -20,12 +20,12 @@ import eyas
 import zoo
 from eyas import tiny
 from eyas.checkpoints import ExportTarget, Weights, load
-from eyas.checkpoints.vllm import bias_into_embedding
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError, InputError
 from eyas.nn import Documents
 from eyas_train.exports import export, export_formats
+from eyas_train.formats.vllm import bias_into_embedding
 from golden import same
 from heads import make
 
@@ -169,6 +169,37 @@ def test_dflash_heads_that_openvino_computes_otherwise(
     through(head, "openvino", tmp_path / "plain", named(target))
     with pytest.raises(CheckpointError, match=message):
         through(changed(head, told), "openvino", tmp_path / "out", named(target))
+
+
+@pytest.mark.parametrize("name", ["vllm", "speculators"])
+def test_masks_and_levels_of_peagle(name: str, tmp_path: Path, target: Target) -> None:
+    """Guards a mask, a token or levels that an engine does not find."""
+    head = changed(head_of(target, "peagle"), {"levels": 6, "mask_token": 9})
+    lines = export(head, name, tmp_path / "out", named(target))
+    again = load(tmp_path / "out")
+    assert (again.method, again.config["mask_token"], again.config["levels"]) == ("peagle", 9, 6)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if name == "vllm":
+        assert (config["pard_token"], config["architectures"]) == (9, ["Eagle3LlamaForCausalLM"])
+        assert '"num_speculative_tokens": 6, "parallel_drafting": true' in lines[0]
+    else:
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 6
+        assert (config["mask_token_id"], config["architectures"]) == (9, ["PEagleSpeculator"])
+    with pytest.raises(CheckpointError, match="sglang has no format for heads of peagle"):
+        export(head, "sglang", tmp_path / "other", named(target))
+
+
+def test_qwen3s_layers(tmp_path: Path, target: Target) -> None:
+    """Guards heads with norms of queries and keys: the speculators library has such layers, and nobody else."""
+    made = head_of(target, "eagle3", **EXPLICIT)
+    norms = {f"layer.attention.{x}_norm.weight": torch.rand(made.config["head_dim"]) for x in "qk"}
+    head = changed(made, {"qk_norm": True}, **norms)
+    again = through(head, "speculators", tmp_path / "out", named(target))
+    assert again.config["qk_norm"]
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in head.tensors.items())
+    for name in ("vllm", "sglang", "safeailab"):
+        with pytest.raises(CheckpointError, match=r"norms of queries and keys|what this head needs: qk_norm"):
+            through(head, name, tmp_path / name, named(target))
 
 
 def changed(head: Weights, config: dict[str, Any] | None = None, **tensors: Tensor) -> Weights:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints import ExportTarget, sglang
+from eyas.checkpoints import ExportTarget
 from eyas.checkpoints.tools import Published
 from eyas.errors import CheckpointError
+from eyas_train.formats import sglang
 
 __all__ = ["EXPORTS", "NAME", "export", "usage"]
 

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from eyas.checkpoints import ExportTarget
-from eyas.checkpoints.tools import Published, fetch_model, read_config
+from eyas.checkpoints.tools import Published, hub_refusal, read_config
 from eyas.errors import CheckpointError
 
 __all__ = ["EXPORTS", "EXPORT_FILE", "NAME", "export", "finish", "usage"]
@@ -40,6 +40,7 @@ QWEN = {
 QWEN_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 NUMBERED_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite")
 INDEX = "model.safetensors.index.json"
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt"]  # of a hub's repository
 # The target's files that have another name in the copy: transformers takes a model.safetensors for the whole model, and
 # the other name is the module's.
 RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors", EXPORT_FILE: "model-mtp.safetensors"}
@@ -103,12 +104,22 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
 
 
 def _folder(target: ExportTarget) -> Path:
+    """Return the target's folder, fetched from the hub if it is not here."""
     if not target.name:
         raise CheckpointError(
             "a module is stitched into a copy of its target: name the target's folder or hub id with --target"
         )
     folder = Path(target.name).expanduser()
-    return folder if folder.is_dir() else fetch_model(target.name)
+    if folder.is_dir():
+        return folder
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(target.name, allow_patterns=MODEL_FILES))
+    except Exception as error:  # the hub's client raises errors of several libraries
+        raise CheckpointError(
+            f"target {target.name}: there is no such folder here, and {hub_refusal(error, None)}"
+        ) from error
 
 
 def _numbered(prefix: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""DFlash, DFlash 2 and DSpark heads for vLLM: exported in their authors' forms, which it reads (`dflash`,
-`dspark`)."""
+"""DFlash, DFlash 2 and DSpark heads in their authors' forms, which eyas saves and vLLM reads. The forms: see `dflash` and
+`dspark` of eyas.checkpoints."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints import ExportTarget, dflash, dspark
-from eyas.checkpoints.tools import Published
+from eyas.checkpoints import ExportTarget
+from eyas.checkpoints.tools import DFLASH, DFLASH2, DSPARK, Published
 from eyas.errors import CheckpointError
+from eyas_train.formats._block import further_parts, write_common, write_tensors
 
-__all__ = ["EXPORTS", "NAME", "export", "usage"]
+__all__ = ["EXPORTS", "METHODS", "NAME", "export", "usage", "write"]
 
-NAME, EXPORTS = "vllm", ("dflash", "dflash2", "dspark")
+NAME = "vllm"
+METHODS = EXPORTS = ("dflash", "dflash2", "dspark")
+
+
+def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Return config.json and the tensors. A table of embeddings of the head's own has no place in DFlash's form."""
+    assert method in METHODS, method
+    published = write_common(config, {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}[method])
+    inner = {"mask_token_id": config["mask_token"], "target_layer_ids": [k - 1 for k in config["feature_layers"]]}
+    inner |= further_parts(method, config)
+    if method != "dspark":
+        return {**published, "dflash_config": inner}, write_tensors(config, tensors, tables=False)
+    if not config["markov_rank"]:
+        del inner["markov_head_type"]
+    return {**published, **inner}, write_tensors(config, tensors, tables=True)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors. Raise CheckpointError for what the form cannot say."""
+    """Return what `write` returns. Raise CheckpointError for what the form cannot say."""
     if method != "dspark" and not {"embed.weight", "head.weight"}.isdisjoint(tensors):
         raise CheckpointError("the head has embeddings or an lm_head of its own, which heads of DFlash's form have not")
-    if method == "dspark":
-        return dspark.write(method, config, tensors)
-    return dflash.write(method, config, tensors)
+    return write(method, config, tensors)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Heads on their way into GGUF files, as llama.cpp reads them: what its converter (convert_hf_to_gguf.py) would write.
+"""Heads in GGUF files, as llama.cpp reads them: what its converter (convert_hf_to_gguf.py) would write.
 
 A file has the vocabulary of its target, which is taken from the target's own file in GGUF format; an MTP module is
-written into a copy of that file. Names, and the changes of tensors: see `_gguf_names`.
+written into a copy of that file. Names, and the changes of tensors, are those by which eyas reads such files.
 """
 
 from __future__ import annotations
@@ -9,36 +9,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.checkpoints import mtp
-from eyas.checkpoints._block import write_common, write_tensors
-from eyas.checkpoints._eagle3_writing import publish
-from eyas.checkpoints._gguf import ARCHITECTURE, FILE_TYPES, File, store
-from eyas.checkpoints._gguf_names import (
-    FACTOR_KEYS,
-    LAYER_KEYS,
-    MTP_TYPES,
-    SECOND_KEYS,
-    YARN_KEYS,
-    block_names,
-    eagle3_names,
-    in_pairs,
-    llama3_factors,
-    mtp_names,
-)
-from eyas.checkpoints._weights import ExportTarget, Published
+from eyas.checkpoints import ExportTarget, mtp
+from eyas.checkpoints.tools import ARCHITECTURE, SECOND_PARTS, File, Published, gguf_names
 from eyas.errors import CheckpointError
+from eyas_train.formats._block import write_common, write_tensors
+from eyas_train.formats._eagle3 import publish
 
-__all__ = ["DTYPES", "EXPORTS", "export", "usage", "write_file"]
+__all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "fields", "usage", "write_file"]
 
+NAME, SUFFIX = "gguf", ".gguf"
 EXPORTS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+"""Numbers in which matrices are stored -> general.file_type."""
+
 DTYPES = tuple(FILE_TYPES)
 OWN_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")  # as llama.cpp's converter has it
 QUANTISATION_VERSION = 2  # version of the form of q8_0 blocks
+
+
+class Field(NamedTuple):
+    """A setting of a file, with its type there, so that it can be copied."""
+
+    value: Any
+    kind: Any
+    inner: Any
+    """The type of an array's elements."""
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
@@ -63,7 +65,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         "general.name": method,
         "general.quantization_version": QUANTISATION_VERSION,
     }
-    return {**general, **file.fields("tokenizer."), **whole}, named
+    return {**general, **fields(file, "tokenizer."), **whole}, named
 
 
 def write_file(
@@ -72,10 +74,10 @@ def write_file(
     """Write what `export` returns; `dtype` is one of DTYPES, or empty for the head's own."""
     sample = next(tensor for name, tensor in tensors.items() if name.endswith(("fc.weight", "eh_proj.weight")))
     dtype = dtype or OWN_DTYPES[sample.dtype]
-    if settings[ARCHITECTURE] in MTP_TYPES:
-        store(path, settings, tensors, dtype, _target_file(target))
+    if settings[ARCHITECTURE] in gguf_names.MTP_TYPES:
+        _store(path, settings, tensors, dtype, _target_file(target))
     else:
-        store(path, {**settings, "general.file_type": FILE_TYPES[dtype]}, tensors, dtype)
+        _store(path, {**settings, "general.file_type": FILE_TYPES[dtype]}, tensors, dtype)
 
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
@@ -127,8 +129,8 @@ def _eagle3(
     }
     for x, heads in (("q", "num_heads"), ("k", "num_kv_heads")):
         name = f"layers.0.self_attn.{x}_proj.weight"
-        theirs[name] = in_pairs(theirs[name], ours[heads])
-    return settings, _renamed(theirs, eagle3_names()) | _vocabulary(tensors) | _rope_factors(published)
+        theirs[name] = _in_pairs(theirs[name], ours[heads])
+    return settings, _renamed(theirs, gguf_names.eagle3_names()) | _vocabulary(tensors) | _rope_factors(published)
 
 
 def _block(
@@ -157,7 +159,7 @@ def _block(
         "block_size": config["block"],
         "target_layers": list(config["feature_layers"]),
         "tokenizer.ggml.mask_token_id": config["mask_token"],
-        **{theirs: float(published[ours]) for ours, theirs in FACTOR_KEYS.items() if ours in published},
+        **{theirs: float(published[ours]) for ours, theirs in gguf_names.FACTOR_KEYS.items() if ours in published},
     }
     factor = _target_factor(file)
     if config.get("embed_scale") is None and factor != 1.0:
@@ -168,22 +170,22 @@ def _block(
         settings["attention.sliding_window"] = next(filter(None, windows))
         settings["attention.sliding_window_pattern"] = [window is not None for window in windows]
     if method == "dflash2":
-        sizes = (config[key] for key in ("taps", "group", "selector_rank", "candidates"))
-        settings |= dict(zip(SECOND_KEYS, sizes, strict=True))
+        settings |= {theirs: config[ours] for ours, theirs in SECOND_PARTS.items()}
     if method == "dspark":
         settings |= {
             "sample_from_anchor": config["from_anchor"],
             "has_confidence_head": config["confidence"] != "none",
         }
-    named = _renamed(write_tensors(config, tensors, tables=True), block_names(layers))
+    named = _renamed(write_tensors(config, tensors, tables=True), gguf_names.block_names(layers))
     return settings, named | _vocabulary(tensors) | _rope_factors(published)
 
 
 def _check_module(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    if _plain(config["target_model_type"]) not in map(_plain, MTP_TYPES.values()):
+    if _plain(config["target_model_type"]) not in map(_plain, gguf_names.MTP_TYPES.values()):
         raise CheckpointError(
             f"the module's target is a {config['target_model_type']}, for which llama.cpp has no multi-token prediction that eyas knows "
-            f"(it has for {', '.join(MTP_TYPES.values())}): run the module with eyas, or train an EAGLE-3 head, which llama.cpp runs too"
+            f"(it has for {', '.join(gguf_names.MTP_TYPES.values())}): run the module with eyas, or train an EAGLE-3 head, which llama.cpp "
+            "runs too"
         )
     if any(name.startswith("shared_norm.") for name in tensors):
         raise CheckpointError("the module shares its last norm with others, which such files do not say")
@@ -191,7 +193,7 @@ def _check_module(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> N
 
 def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File) -> Published:
     """Return the target's settings, one layer more, and the module as that layer."""
-    if _plain(MTP_TYPES.get(file.architecture, "")) != _plain(config["target_model_type"]):
+    if _plain(gguf_names.MTP_TYPES.get(file.architecture, "")) != _plain(config["target_model_type"]):
         raise CheckpointError(
             f"{file.name} is a {file.architecture}, and the module's target a {config['target_model_type']}"
         )
@@ -201,7 +203,7 @@ def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
     _, published = mtp.write("mtp", config, tensors)
     named, prefix = dict[str, Tensor](), f"blk.{layers}."
     ones = 0 if file.architecture == "glm4moe" else 1  # Qwen's norms multiply by 1 + weight, llama.cpp's by the weight
-    for theirs, ours in mtp_names(file.architecture, layers).items():
+    for theirs, ours in gguf_names.mtp_names(file.architecture, layers).items():
         if ours in published:
             value = published.pop(ours)
             named[theirs] = value.float() + ones if theirs.endswith("norm.weight") else value
@@ -210,7 +212,7 @@ def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
     if both is not None:
         gate, up = both.chunk(2, dim=1)
         named |= {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
-    settings: dict[str, Any] = dict(file.fields())
+    settings: dict[str, Any] = dict(fields(file))
     architecture = file.architecture
     settings |= {
         ARCHITECTURE: architecture,
@@ -247,9 +249,9 @@ def _refuse_last(features: Any, layers: int) -> None:
 
 def _layer_settings(published: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the keys of a LLaMA config.json."""
-    settings = {theirs: published[ours] for ours, theirs in LAYER_KEYS.items()}
+    settings = {theirs: published[ours] for ours, theirs in gguf_names.LAYER_KEYS.items()}
     for key in ("rope_theta", "rms_norm_eps"):
-        settings[LAYER_KEYS[key]] = float(published[key])
+        settings[gguf_names.LAYER_KEYS[key]] = float(published[key])
     settings["attention.value_length"] = published["head_dim"]
     scaling = published["rope_scaling"] or {"rope_type": "llama3"}
     if scaling["rope_type"] == "llama3":  # a tensor says it
@@ -260,7 +262,7 @@ def _layer_settings(published: Mapping[str, Any]) -> dict[str, Any]:
             f"the head's YaRN has {min(unknown, default='no truncation')}, which llama.cpp computes otherwise"
         )
     settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": float(scaling["factor"])}
-    for ours, theirs in YARN_KEYS.items():
+    for ours, theirs in gguf_names.YARN_KEYS.items():
         if ours in scaling:
             length = ours == "original_max_position_embeddings"
             settings[f"rope.scaling.{theirs}"] = int(scaling[ours]) if length else float(scaling[ours])
@@ -271,7 +273,9 @@ def _rope_factors(published: Mapping[str, Any]) -> dict[str, Tensor]:
     scaling = published["rope_scaling"]
     if not scaling or scaling["rope_type"] != "llama3":
         return {}
-    return {"rope_freqs.weight": llama3_factors(scaling, published["rope_theta"], published["head_dim"]).float()}
+    return {
+        "rope_freqs.weight": gguf_names.llama3_factors(scaling, published["rope_theta"], published["head_dim"]).float()
+    }
 
 
 def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -295,3 +299,78 @@ def _target_factor(file: File) -> float:
 def _plain(kind: str) -> str:
     """Return a model_type without the ending of the text part of a model with images."""
     return kind.removesuffix("_text")
+
+
+def _in_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Return rows of queries or keys for a RoPE that turns neighbouring channels, as it does in files of EAGLE-3 heads."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def fields(file: File, prefix: str = "") -> dict[str, Field]:
+    """Return the settings of a file with this prefix, for a copy."""
+    found = {name: field for name, field in file.reader.fields.items() if name.startswith(prefix)}
+    return {
+        name: Field(field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in found.items()
+        if not name.startswith("GGUF.")  # parts of the header, which the reader shows as settings
+    }
+
+
+def _store(
+    path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: str, beside: File | None = None
+) -> None:
+    """Write a file.
+
+    Args:
+        settings: by their whole names; values, or fields of another file.
+        dtype: one of FILE_TYPES, for matrices; vectors, norms and routers are float32, as llama.cpp needs them.
+        beside: a file whose tensors are copied, except those that `tensors` has.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, str(settings[ARCHITECTURE]))
+    for name, value in settings.items():
+        field = value if isinstance(value, Field) else _field(value)
+        if name != ARCHITECTURE:  # the writer has written it
+            writer.add_key_value(name, field.value, field.kind, field.inner)
+    for tensor in [] if beside is None else beside.reader.tensors:
+        if tensor.name not in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in tensors.items():
+        data, kind = _stored(name, values, dtype)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _field(value: Any) -> Field:
+    """Return a setting with the type that the converter gives to such a value."""
+    import gguf
+
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY,
+    }  # fmt: skip
+    return Field(value, kinds[type(value)], None)
+
+
+def _stored(name: str, values: Tensor, dtype: str) -> tuple[Any, Any]:
+    """Return a tensor's bytes and their type."""
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    if not values.is_floating_point():
+        return values.to(torch.int64).numpy(), kinds.I64
+    data = np.ascontiguousarray(values.detach().cpu().float().numpy())
+    is_matrix = data.ndim > 1 and name.endswith(".weight") and not name.endswith(ALWAYS_F32)
+    kind = kinds[dtype.upper()] if is_matrix else kinds.F32
+    try:
+        return gguf.quantize(data, kind), kind
+    except gguf.QuantError:  # the length of a row is not a multiple of the block's
+        return gguf.quantize(data, kinds.F16), kinds.F16

@@ -460,8 +460,8 @@ def smollm2() -> Iterator[str]:
         answers of at most 64 tokens, all contestants interleaved prompt by prompt, after the prompt's pass. *Over vanilla* is the
         speed over eyas' own plain decoding with the same weights, by the same kernels; the intervals are bootstrapped over
         prompts. The EAGLE-3 head is the one in the package ([the curve](#a-learning-curve-of-smollm2s-head) has its training).
-        EYAS_KERNELS_ISA=x86-64-v3 forces the kernels for AVX2 on the same machine, a Xeon with AVX-512 and AMX. *suffix* verifies the whole of its tree here,
-        where commands choose its nodes by their costs (`--tree auto`). A rounded model is a
+        EYAS_KERNELS_ISA=x86-64-v3 forces the kernels for AVX2 on the same machine, a Xeon with AVX-512 and AMX.
+        *suffix* verifies the whole of its tree here, where commands choose its nodes by their costs (`--tree auto`). A rounded model is a
         target of its own, and its texts are compared with its own plain decoding.""")
     for name, title in SMOLLM2.items():
         yield f"### AVX2, forced: {title}"

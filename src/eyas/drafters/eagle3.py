@@ -123,9 +123,15 @@ class Method(DynamicEagle):
     net: Net
 
     def __init__(
-        self, target: Target, options: Any, net: Net, shape: LayerShape, layers: tuple[int, ...],
-        draft_ids_v: Tensor | None = None, embed_tokens: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        options: Any,
+        net: Net,
+        shape: LayerShape,
+        layers: tuple[int, ...],
+        draft_ids_v: Tensor | None = None,
+        embed_tokens: Tensor | None = None,
+    ) -> None:
         super().__init__(target, options)
         self.net = net
         self.shape = shape
@@ -154,11 +160,16 @@ class Method(DynamicEagle):
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Load a head. Raise CheckpointError unless its sizes are the target's, and all tensors and no others are there."""
         own_table = weights is not None and EMBEDDING in weights.tensors
-        weights = check_head(weights, cls.head_format, cls.label, {
-            "target_hidden_size": ("target's hidden size", target.hidden_size),
-            "vocab_size": ("vocabulary", target.vocab_size),
-            **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
-        })  # fmt: skip
+        weights = check_head(
+            weights,
+            cls.head_format,
+            cls.label,
+            {
+                "target_hidden_size": ("target's hidden size", target.hidden_size),
+                "vocab_size": ("vocabulary", target.vocab_size),
+                **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
+            },
+        )
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window, config.get("window"))
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
@@ -382,9 +393,15 @@ class Method(DynamicEagle):
         hidden = self.hidden_by_step(batch, features_NF, rows_M, batch.documents, test.steps)
         normed_KD = self.net.head_input(torch.stack(hidden)[step_K, predictions.row_K])
         losses = draft_losses(
-            normed_KD, self.net.head.weight, predictions.position_K, test.decay**step_K, len(predictions.before_U),
-            predictions.target_logits(batch.features_NF, self.target), self.draft_ids_v, objective=test.objective,
-        )  # fmt: skip
+            normed_KD,
+            self.net.head.weight,
+            predictions.position_K,
+            test.decay**step_K,
+            len(predictions.before_U),
+            predictions.target_logits(batch.features_NF, self.target),
+            self.draft_ids_v,
+            objective=test.objective,
+        )
         return losses, normed_KD
 
 

@@ -73,9 +73,11 @@ def with_fastest_runner(
         OptionError: an unknown value; rounded weights or activations, or a fixed order, that no kernel here supports.
     """
     for name, word, words in (
-        ("weights", weights, WEIGHTS), ("activations", activations, ACTIVATIONS), ("draft_weights", draft_weights, DRAFT_WEIGHTS),
+        ("weights", weights, WEIGHTS),
+        ("activations", activations, ACTIVATIONS),
+        ("draft_weights", draft_weights, DRAFT_WEIGHTS),
         ("kernels", kernels, KERNELS),
-    ):  # fmt: skip
+    ):
         if word not in words:
             raise OptionError(f"unknown {name} {word!r}; {near(word, words)}")
     if draft_weights == "fp8" and not _multiplies_fp8(target.device):

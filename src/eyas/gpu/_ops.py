@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from eyas.gpu import _reference
 
 __all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
@@ -48,7 +46,7 @@ def kernels(name: str) -> ModuleType:
 
 def operator(
     run: str | Callable[..., None], cpu: Callable[..., Any] | None = None, changes: Sequence[str] = ()
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Make an operator of torch of a function that returns the operator's results, not yet filled.
 
     Args:
@@ -58,21 +56,21 @@ def operator(
         changes: the names of arguments that are written to.
     """
 
-    def decorate(empty: Callable[P, R]) -> Callable[P, R]:
+    def decorate(empty: Callable[..., Any]) -> CustomOpDef:
         name = empty.__name__.lstrip("_")
 
         def compute(*arguments: Any) -> Any:
-            results: Any = cast(Any, empty)(*arguments)
+            results = empty(*arguments)
             fill = getattr(kernels(run), name) if isinstance(run, str) else run
             fill(*arguments, *(results if isinstance(results, tuple) else () if results is None else (results,)))
             return results
 
         schema = torch.library.infer_schema(empty, mutates_args=changes)
-        made: Any = torch.library.custom_op(f"eyas::{name}", compute, mutates_args=changes, schema=schema)
+        made = torch.library.custom_op(f"eyas::{name}", compute, mutates_args=changes, schema=schema)
         made.register_fake(empty)
         if cpu is not None:
             made.register_kernel("cpu")(cpu)
-        return cast(Callable[P, R], made)
+        return made
 
     return decorate
 
@@ -111,7 +109,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _whole(*arguments: Any) -> Tensor:
-    parts, lse = _reference.attention_parts(*arguments, splits=1)
+    parts, lse = _reference.attention_parts(*(*arguments, 1))
     return _reference.attention_combine(parts, lse, arguments[0].dtype)
 
 

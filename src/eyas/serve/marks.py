@@ -130,7 +130,8 @@ def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
     template = _template_of_type(llm) if own is None else own
     named = [_named(json.dumps(template, ensure_ascii=False), template), _named(written, {})]
     sources = named if own else reversed(named)
-    reasoning, calls = (next(filter(None, tables), {}) for tables in zip(*sources, strict=True))
+    named_first: list[Table] = [next(filter(None, tables), {}) for tables in zip(*sources, strict=True)]
+    reasoning, calls = named_first
     added: Mapping[int, Any] = getattr(llm.tokenizer, "added_tokens_decoder", {})
     channels = MESSAGE in written and any(CHANNEL in one for one in (written, *map(str, added.values())))
     asked = bool(tools.listed) and not tools.forced

@@ -28,8 +28,9 @@ from eyas.errors import EyasError, InputError
 from eyas.files import write_text
 from eyas.hardware import cpu_name
 from eyas.locks import locked_folder
-from eyas.metrics import Interval, bootstrap, depth_counts, difference_of_ratios, ratio, ratio_of_ratios
+from eyas.metrics import depth_counts
 from eyas_lab.bench.contestants import Drafting
+from eyas_lab.bench.intervals import Interval, bootstrap, difference_of_ratios, ratio, ratio_of_ratios
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.rows import by_prompt
 from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
@@ -336,7 +337,7 @@ def ask(
 
 
 def interval(statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray) -> list[float | None]:
-    """[value, low, high], rounded, of `eyas.metrics.bootstrap`."""
+    """[value, low, high], rounded, of `eyas_lab.bench.intervals.bootstrap`."""
     return rounded(bootstrap(statistic, *columns, resamples=RESAMPLES))
 
 

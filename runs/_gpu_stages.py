@@ -22,9 +22,9 @@ import eyas
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.hardware import machine
 from eyas.metrics import first_difference
 from eyas_lab.bench import cost
+from eyas_lab.bench.card import card
 
 Record = dict[str, Any]
 TREE = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}
@@ -73,11 +73,11 @@ class Stage:
 def _machine(bench: Bench) -> Record:
     """Name, versions, and the two ceilings: bytes read and operations per second."""
     device, plan = bench.lab.device, bench.plan
-    card = machine.card(dtype=plan.dtype, device=str(device))
+    described = card(dtype=plan.dtype, device=str(device))
     bandwidth, flops = cost.bandwidth(device), cost.flop_rate(bench.lab.target(plan.shape, "off"))
-    gpu = card["gpus"][0]["name"] if card["gpus"] else card["cpu"]
-    row = {"device": gpu, "TB/s read": (bandwidth or 0) / 1e12, "TFLOP/s": (flops or 0) / 1e12, **card["versions"]}
-    return {"rows": [row], "card": card, "bandwidth": bandwidth, "flops": flops}
+    gpu = described["gpus"][0]["name"] if described["gpus"] else described["cpu"]
+    row = {"device": gpu, "TB/s read": (bandwidth or 0) / 1e12, "TFLOP/s": (flops or 0) / 1e12, **described["versions"]}
+    return {"rows": [row], "card": described, "bandwidth": bandwidth, "flops": flops}
 
 
 def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:

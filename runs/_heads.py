@@ -24,7 +24,7 @@ from _common import parser as common_parser
 
 import eyas
 from eyas.errors import EyasError
-from eyas.metrics import ratio_of_ratios
+from eyas_lab.bench.intervals import ratio_of_ratios
 
 Shapes = Mapping[str, dict[str, Any] | None]  # name -> tree options; None: the chain of five
 

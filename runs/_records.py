@@ -9,7 +9,7 @@ from typing import Any
 
 from _markdown import Interval
 
-from eyas.metrics import bootstrap, ratio_of_ratios
+from eyas_lab.bench.intervals import bootstrap, ratio_of_ratios
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RECORDS = DOCS / "results"

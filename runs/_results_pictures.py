@@ -149,11 +149,30 @@ def draw_heads(name: str, figure: Figure) -> None:
     axes[-1].legend(fontsize=7)
 
 
+def draw_curve(figure: Figure) -> None:
+    """What a chain drafts, against the tokens that its head has read."""
+    points = [point for point in record("smollm2_curve")["curve"] if point["tokens"]]
+    read = [point["tokens"] / 1e6 for point in points]
+    left, right = figure.subplots(1, 2)
+    for n in range(3):
+        left.plot(read, [point["n-alpha"][n] for point in points], marker="o", ms=4, label=f"{n}-alpha")
+    right.plot(read, [point["chain 4 tau"] for point in points], marker="o", ms=4, color=BLUE)
+    left.set(ylim=(0, 1), title="Right drafts, after right ones")
+    right.set(ylim=(1, None), title="tau of a chain of four")
+    left.legend(fontsize=8)
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20, 30], ["0.5", "1", "2", "5", "10", "20", "30"])
+        axes.minorticks_off()
+        axes.set(xlabel="million tokens read")
+
+
 PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "speed": (draw_speed, (9, 3.8)),
     "tau": (draw_tau, (8, 3.9)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "long_context": (draw_long_context, (9, 3.6)),
+    "smollm2_curve": (draw_curve, (9, 3.6)),
     **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "data_source")},
     **REPORT,
 }

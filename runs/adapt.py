@@ -29,7 +29,7 @@ import eyas
 from eyas.adapt import LearningLLM, adapting
 from eyas.api import LLM
 from eyas.errors import InputError
-from eyas.metrics import ratio, ratio_of_ratios
+from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 REST_EVERY = 128  # tokens of a long answer between two pauses for steps
 UNBOUNDED = 1e9

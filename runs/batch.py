@@ -20,7 +20,7 @@ from rich.progress import track
 import eyas
 from eyas.core.engine import Decoder, Request
 from eyas.drafters import Drafter
-from eyas.metrics import ratio_of_ratios
+from eyas_lab.bench.intervals import ratio_of_ratios
 
 METHODS: dict[str, Way] = {
     "vanilla": ("vanilla", {}),

@@ -31,7 +31,7 @@ from eyas.core.drafter import CycleInput
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import Drafter
-from eyas.metrics import ratio
+from eyas_lab.bench.intervals import ratio
 
 CHUNK = 512  # tokens that a session is fed at a time, as the target's prefill does
 METHODS: dict[str, Way] = {

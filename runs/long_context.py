@@ -33,8 +33,8 @@ from eyas.core.tree import Draft, Verdict
 from eyas.core.verify import verify
 from eyas.drafters import Drafter
 from eyas.errors import InputError
-from eyas.metrics import ratio, ratio_of_ratios
 from eyas.text import render
+from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 ASK = "Summarize the following passage in a single paragraph.\n\n"
 METHODS: dict[str, Way] = {

@@ -38,7 +38,7 @@ from _peers_picture import draw
 from rich.progress import track
 
 import eyas
-from eyas.metrics import ratio, ratio_of_ratios
+from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 PLAIN, BEST = "eyas, plain", "eyas, EAGLE-3, 3 drafts"
 PASSES = (1, 2, 4, 8, 16, 32)

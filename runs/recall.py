@@ -36,7 +36,7 @@ from _common import Rows, bundled_prompts, interval, machine, parser, rotated, r
 from _servers import served
 from rich.progress import track
 
-from eyas.metrics import ratio, ratio_of_ratios
+from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 ROOT = Path(__file__).resolve().parents[1]
 MEMORY = "eyas, memory"

@@ -46,8 +46,8 @@ from rich.progress import track
 import eyas
 from eyas import tiny
 from eyas.errors import InputError
-from eyas.metrics import ratio, ratio_of_ratios
 from eyas.text import write_chat
+from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 CLIENT = Path(__file__).with_name("_serve_client.py")
 FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach

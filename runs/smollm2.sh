@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
-# How the heads of SmolLM2-135M-Instruct were made: from its own answers to questions of chats. Every
-# step goes on where it was; what is there is not made again.
+# How the MTP head of SmolLM2-135M-Instruct was made: from its own answers to questions of chats. Every step
+# goes on where it was; what is there is not made again. runs/gpu_head.py made the EAGLE-3 head that is shipped.
 #     DATA=../shared/data runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
 #     DATA=../shared/data runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
 #     DATA=../shared/data runs/smollm2.sh answers 0    # 4,000 greedy answers to general prompts; 1: at temperature 1; 2, 3, ...: in turn
 #     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
 #     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
 #     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
-#     DATA=../shared/data runs/smollm2.sh deep         # an EAGLE-3 head of four layers that begins as the target's last three
-#     DATA=../shared/data runs/smollm2.sh deeper       # that head goes on with Muon: the one that is shipped
-#     DATA=../shared/data runs/smollm2.sh further eagle3 # the head in eyas-tiny goes on with PARTS='b d', features made on the way
 #     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
 #     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
 #     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
@@ -80,24 +77,6 @@ train)
     --lr "${LR:-2e-3}" --tokens "${TOKENS:-3000000}" --batch-tokens 2048 --seed 1 --heldout-tokens 15000 --precision float32 \
     --save-every 25 --eval-every "${EVALUATE:-100}"
   ;;
-deep)
-  # shellcheck disable=SC2046
-  "$PYTHON" -m eyas train --target smollm2-q4_1 --method eagle3 $(data) --max-length 512 --heldout 0.01 --output "$OUT/deep" \
-    --head.draft-vocab 16384 --head.depth 4 --head.kv-heads 9 --head.norm-output --head.fc-norm --ttt.steps 2 \
-    --lr "${LR:-6e-4}" --tokens "${TOKENS:-600000}" --batch-tokens 2048 --seed 1 --heldout-tokens 12000 --save-every 10 --eval-every 0
-  ;;
-deeper)
-  # shellcheck disable=SC2046
-  "$PYTHON" -m eyas train --target smollm2-q4_1 --method eagle3 --init "$OUT/deep" $(data) --max-length 512 --heldout 0.01 \
-    --output "$OUT/deeper" --ttt.steps 2 --optimizer muon --lr "${LR:-6e-4}" --tokens "${TOKENS:-900000}" --batch-tokens 4096 \
-    --warmup-steps 6 --seed 8 --heldout-tokens 12000 --save-every 20 --eval-every 0
-  ;;
-further)
-  # shellcheck disable=SC2046
-  "$PYTHON" -m eyas train --target smollm2-q4_1 --method "${2:?method}" --init "tiny/eyas_tiny/weights/smollm2_$2" $(data) \
-    --max-length 512 --heldout 0.01 --output "$OUT/further_$2" --ttt.steps 4 --lr "${LR:-1e-3}" --tokens "${TOKENS:-500000}" \
-    --batch-tokens 2048 --seed 2 --heldout-tokens 15000 --precision float32 --save-every 25 --eval-every 0
-  ;;
 edge)
   # name, method, options: what the head or its loss has that the first one has not
   while read -r name method options; do
@@ -134,7 +113,7 @@ ship)
   "$PYTHON" runs/smollm2.py ship --answers "$OUT/${2:?method}" --output "tiny/eyas_tiny/weights/smollm2_$2"
   ;;
 *)
-  sed -n '2,18s/^# \?//p' "$0" >&2
+  sed -n '2,15s/^# \?//p' "$0" >&2
   exit 2
   ;;
 esac

@@ -36,9 +36,10 @@ from eyas.adaptive import make_controller
 from eyas.api import LLM
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
-from eyas.metrics import relative_cycle_cost, tau
+from eyas.metrics import tau
 from eyas.passes import verify_cost
 from eyas_lab.bench.contestants import Contestant, Drafting, Transformers
+from eyas_lab.bench.intervals import relative_cycle_cost
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.rows import speedup
 from eyas_lab.bench.run import Bench

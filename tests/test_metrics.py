@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -42,19 +41,6 @@ def test_ratios_without_anything_under_them() -> None:
     """Bug: answers of one token divide by zero."""
     assert metrics.tau(0, 0) == metrics.tokens_per_second(0, 0) == metrics.tokens_per_second(0, 1) == 0
     assert (metrics.tau(6, 2), metrics.tokens_per_second(6, 2)) == (3, 3)
-    assert metrics.relative_cycle_cost(6, 2, 4, 4) == 3
-    assert metrics.relative_cycle_cost(6, 0, 4, 4) is metrics.relative_cycle_cost(6, 2, 0, 0) is None
-
-
-def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
-    """Guards the two definitions against each other: tau counts emitted tokens of all cycles; the
-    mean acceptance length counts accepted draft tokens before cutting, over cycles that drafted."""
-    cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
-    plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
-    cycles = [metrics.cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
-    assert metrics.tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
-    assert metrics.mean_acceptance_length(cycles) == 1 + (3 + 0 + 2) / 3
-    assert metrics.mean_acceptance_length([metrics.cycle_of(plain)]) is None
 
 
 # --- acceptance by depth -------------------------------------------------------------------------------
@@ -99,51 +85,6 @@ def test_only_what_was_drafted() -> None:
     assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
     unreported = metrics.Cycle(3, 2, 1.0)
     assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
-
-
-# --- intervals -----------------------------------------------------------------------------------------
-
-
-def test_the_interval_is_that_of_a_plain_bootstrap() -> None:
-    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by
-    hand. 2,000 draws of each leave the ends uncertain by some 3 % of the width; a fifth of it is
-    allowed. Seeded."""
-    rng = np.random.default_rng(0)
-    over, under = rng.integers(5, 50, 60).astype(float), rng.integers(5, 25, 60).astype(float)
-    value, low, high = metrics.bootstrap(metrics.ratio, over, under)
-    drawn = rng.integers(0, 60, (2000, 60))
-    left, right = np.percentile(over[drawn].sum(1) / under[drawn].sum(1), [2.5, 97.5])
-    assert value == pytest.approx(over.sum() / under.sum())
-    assert abs(low - left) < 0.2 * (right - left)
-    assert abs(high - right) < 0.2 * (right - left)
-    assert metrics.bootstrap(metrics.ratio, over, under) == (value, low, high), "seeded"
-
-
-def test_intervals_are_paired() -> None:
-    """Bug: the columns are resampled apart, so a difference that is the same in every sample gets a
-    width. Nothing but the seeded resampling is random: a false alarm is impossible."""
-    rng = np.random.default_rng(1)
-    cycles = rng.integers(1, 9, 50).astype(float)
-    emitted = cycles * 2 + rng.integers(0, 5, 50)
-    found = metrics.bootstrap(metrics.difference_of_ratios, emitted + 0.5 * cycles, cycles, emitted, cycles)
-    assert found == pytest.approx((0.5, 0.5, 0.5))
-    found = metrics.bootstrap(metrics.ratio_of_ratios, 2 * emitted, cycles, emitted, cycles)
-    assert found == pytest.approx((2, 2, 2))
-    value, low, high = metrics.bootstrap(metrics.ratio, emitted, cycles)
-    assert low < value < high
-
-
-def test_intervals_of_few_samples() -> None:
-    """Bugs: one sample has an interval of width 0; samples without a cycle make a resample 0 / 0
-    and the interval NaN, which is no JSON."""
-    assert metrics.bootstrap(metrics.ratio, [3], [2]) == (1.5, None, None)
-    assert metrics.bootstrap(metrics.ratio, [], []) is None
-    assert metrics.bootstrap(metrics.ratio, [0, 0], [0, 0]) is None
-    assert metrics.bootstrap(metrics.ratio, [1], [0]) is None
-    with_empty = metrics.bootstrap(metrics.ratio, [3, 0, 5, 0], [2, 0, 2, 0])
-    assert with_empty == metrics.bootstrap(metrics.ratio, [3, 5], [2, 2])
-    value, low, high = metrics.bootstrap(metrics.ratio_of_ratios, [3, 2], [1, 1], [1, 0], [1, 0])
-    assert np.isfinite([value, low, high]).all()
 
 
 # --- texts ---------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ LEFT_OUT = {
     "gpu": "eyas.runners.plug_runner is left out: No module named 'eyas.gpu'",
     "grammar": "",
     "kernels": "eyas.runners.plug_runner is left out: No module named 'eyas.kernels'",
-    "media": "",
     "named": "",
     "runners": "",
 }

@@ -23,7 +23,6 @@ TESTS = {
     "features": ["features/test_guidance.py"],
     "grammar": ["grammar/test_grammar.py"],
     "hooks": ["hooks/test_attach.py"],
-    "media": [],
     "named": ["named/test_named.py::test_names_are_known", "named/test_named.py::test_smollm2_has_a_head"],
     "pard": [],
     "recall": [],

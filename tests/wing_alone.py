@@ -55,14 +55,6 @@ def test_the_server_answers() -> None:
     assert made.choices[0].text == llm.generate("Hello", max_new_tokens=8, raw=True).text
 
 
-@pytest.mark.skipif(WING != "media", reason="of messages with images")
-def test_a_model_without_images_is_refused() -> None:
-    """Guards what the wing says where there is nothing for it to do."""
-    content = [{"type": "text", "text": "What is this?"}, {"type": "image", "url": "no.png"}]
-    with pytest.raises(eyas.EyasError, match=r"text|processor"):
-        tiny_llm().generate([{"role": "user", "content": content}])
-
-
 @pytest.mark.skipif(WING != "adapt", reason="of heads that learn while they serve")
 def test_a_head_learns() -> None:
     """Guards the way from a text to a step."""

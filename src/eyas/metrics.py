@@ -6,26 +6,20 @@ at length.
     cycle       one pass of the target over a draft tree. The prompt's own pass is not a cycle, and the token that it gives belongs to none.
     emitted     tokens that a cycle hands out, the bonus token included, after cutting at EOS, stop strings and `max_new_tokens`
     tau         emitted tokens / cycles
-    mean acceptance length
-                1 + accepted draft tokens / drafts, counted before cutting, over cycles that verified a draft. Engines such as vLLM report
-                this. It is tau, but for the cut last cycle of each answer and for cycles without a draft.
     n-alpha     acceptance by depth: of cycles whose first n draft tokens were accepted and that had drafted another one after them, the
                 share that accepted it. A cycle that was cut at its n-th draft token says nothing about the next one.
-    c           seconds of a cycle / seconds of a step of plain decoding
-    speed-up    tokens per second / those of plain decoding on the same prompts, = tau / c
     margin      distance of the two best scores at the first token where two texts differ: how near the tie was
 
-Intervals are 95 %, by the bootstrap over samples (prompts, chats, rounds), paired: all columns of
-one sample are drawn together. This module knows no method, no tokenizer and no clock.
+eyas-lab has what compares several of them: ratios and their intervals (`eyas_lab.bench.intervals`). This module
+knows no method, no tokenizer and no clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from eyas.core.adjustments import Adjustments
@@ -38,35 +32,18 @@ from eyas.core.totals import StepTotals, tau, tokens_per_second
 
 __all__ = [
     "Cycle",
-    "Interval",
     "StepTotals",
     "acceptance_by_depth",
-    "bootstrap",
     "cycle_of",
     "depth_counts",
-    "difference_of_ratios",
     "first_difference",
     "margin",
-    "mean_acceptance_length",
     "n_alpha",
-    "ratio",
-    "ratio_of_ratios",
-    "relative_cycle_cost",
     "tau",
     "tokens_per_second",
 ]
 
-Interval = tuple[float, float | None, float | None]  # (value, low, high)
 STAGES = ("draft", "target", "verify", "commit")
-RESAMPLES = 2000
-
-
-# --- ratios ------------------------------------------------------------------------------------------
-
-
-def relative_cycle_cost(seconds: float, cycles: float, plain_seconds: float, plain_cycles: float) -> float | None:
-    """Return c, the seconds of a cycle over seconds of a step of plain decoding; None without either."""
-    return (seconds / cycles) / (plain_seconds / plain_cycles) if cycles and plain_seconds and plain_cycles else None
 
 
 # --- one cycle -------------------------------------------------------------------------------------
@@ -136,66 +113,6 @@ def n_alpha(cycles: Iterable[Cycle], depth: int) -> dict[str, float]:
     """Return {"0-alpha": ..., "1-alpha": ...} of cycles that drafted chains, as deep as they got."""
     rates = acceptance_by_depth(cycles, depth)
     return {f"{n}-alpha": rate for n, rate in enumerate(rates) if rate is not None}
-
-
-def mean_acceptance_length(cycles: Iterable[Cycle]) -> float | None:
-    """Return 1 + accepted draft tokens / drafts, counted before cutting (vLLM's figure); None where nothing was
-    drafted."""
-    accepted = [cycle.accepted_uncut for cycle in cycles if cycle.candidates and cycle.accepted_uncut is not None]
-    return 1 + sum(accepted) / len(accepted) if accepted else None
-
-
-# --- intervals ---------------------------------------------------------------------------------------
-
-
-def ratio(over: Any, under: Any) -> Any:
-    """Return a ratio of sums: a statistic for `bootstrap`."""
-    return np.asarray(over) / np.asarray(under)
-
-
-def ratio_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """Return a ratio of sums over a baseline's ratio, for `bootstrap`: for example a speed-up."""
-    return ratio(over, under) / ratio(base_over, base_under)
-
-
-def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """Return a ratio of sums less a baseline's ratio, for `bootstrap`: for example a
-    difference of taus."""
-    return ratio(over, under) - ratio(base_over, base_under)
-
-
-def bootstrap(
-    statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval | None:
-    """Return a statistic of sums over samples, with its 95 % percentile interval (Efron 1979).
-
-    Samples are drawn with replacement, all columns together. The draws depend on the number of
-    samples and the seed alone, so that figures of the same samples may be compared draw by draw.
-
-    Args:
-        statistic: takes the sum of each column (a number, or an array of one sum for each
-            resample), for example `ratio`.
-        columns: one number for each sample. A sample that is zero in every column is left out.
-
-    Returns:
-        (value, low, high), without low and high for a single sample; None where the value is
-        undefined (0 / 0).
-    """
-    table_CN = np.array(columns, dtype=float)
-    table_CN = table_CN[:, (table_CN != 0).any(axis=0)]
-    samples = table_CN.shape[1]
-    if not samples:
-        return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(*table_CN.sum(axis=1)))
-        if not math.isfinite(value):
-            return None
-        if samples == 1:
-            return value, None, None
-        counts_RN = np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=resamples)
-        drawn_R = np.asarray(statistic(*(table_CN @ counts_RN.T)))
-    low, high = np.percentile(drawn_R[np.isfinite(drawn_R)], [2.5, 97.5])
-    return value, float(low), float(high)
 
 
 # --- texts -------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_each_session_is_told_what_it_would_have_seen_alone() -> None:
     assert drafter.feature_layers == (1, 3)
     decoder = Decoder(target, drafter, rows=2)
     assert run(decoder, asked)[0] == list(answers.values())
-    both = decoder.draft_session.session.session
+    both = decoder.draft_session.session
     for session in (both.first, both.second):  # type: ignore[attr-defined]
         assert session.checked > 50
         assert session.foreign > 0, "no path went on in the other's tree: this proves little"
@@ -184,7 +184,7 @@ def test_a_chat(first: str) -> None:
         request, tokens = Request(prompt, 10), list[int]()
         decoder.add(request)
         first_step = decoder.step()
-        indexes = decoder.draft_session.session.session.second.indexes  # type: ignore[attr-defined]
+        indexes = decoder.draft_session.session.second.indexes  # type: ignore[attr-defined]
         while True:
             tokens += [token for step in first_step for token in step.tokens]
             if decoder.finished:

@@ -192,7 +192,7 @@ def test_nothing_to_say(name: str) -> None:
 
 def check_texts(decoder: Decoder) -> None:
     """Each row's index holds its committed tokens: all but the root."""
-    session = decoder.draft_session.session.session
+    session = decoder.draft_session.session
     assert isinstance(session, TextSession)
     for index, row in zip(session.indexes, decoder.rows, strict=True):
         assert row is None or index.tokens == row.tokens[:-1]

@@ -23,7 +23,7 @@ from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.gpu import _cycle_ops, keep_best
+from eyas.gpu import _ops, keep_best
 from eyas.runners.fused import GpuModelLayers
 from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.gpu_proof import fault_of_kernels
@@ -43,9 +43,7 @@ TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 0, 3, 4]])
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "available", lambda: False)
-    monkeypatch.setattr(_cycle_ops, "cycle_kernels", lambda: CYCLE)
-    monkeypatch.setattr(_cycle_ops, "growth_kernels", lambda: GROWTH)
-    monkeypatch.setattr(_cycle_ops, "score_kernels", lambda: SCORES)
+    monkeypatch.setattr(_ops, "kernels", {"cycle": CYCLE, "growth": GROWTH, "score": SCORES}.__getitem__)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # products of random words wrap around
         yield
 
@@ -255,10 +253,10 @@ def wrong_paths(*inputs: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "kernel", "fault"),
     [
-        ("cycle_kernels", "choose", wrong_paths, "a path gives other numbers"),
-        ("growth_kernels", "keep_best", lambda values, keep: keep.fill_(1), "a tree gives other numbers"),
-        ("cycle_kernels", "commit", lambda *_: None, "commit gives other numbers"),
-        ("cycle_kernels", "draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+        ("cycle", "choose", wrong_paths, "a path gives other numbers"),
+        ("growth", "keep_best", lambda values, keep: keep.fill_(1), "a tree gives other numbers"),
+        ("cycle", "commit", lambda *_: None, "commit gives other numbers"),
+        ("cycle", "draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
 def test_wrong_kernels_are_found(
@@ -267,8 +265,9 @@ def test_wrong_kernels_are_found(
     """Guards texts: a kernel that a compiler breaks, or that does not compile, is not used."""
     # thresholds are searched for seconds here, and their kernel is right in each of these cases
     monkeypatch.setattr(type(OPS), "scores", staticmethod(REFERENCE.scores))
-    real = getattr(_cycle_ops, module)()
-    monkeypatch.setattr(_cycle_ops, module, lambda: SimpleNamespace(**{**vars(real), name: kernel}))
+    right = _ops.kernels
+    wrong = SimpleNamespace(**{**vars(right(module)), name: kernel})
+    monkeypatch.setattr(_ops, "kernels", lambda asked: wrong if asked == module else right(asked))
     assert fault_of_kernels(CPU, OPS) == fault
 
 

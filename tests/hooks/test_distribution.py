@@ -22,8 +22,7 @@ import eyas
 from eyas.core.adjustments import Adjustments
 from eyas.core.sampling import apply_sampling
 from eyas.features.guidance import make_custom
-from eyas.hooks.inputs import Batch
-from eyas.hooks.sampling import Distribution
+from eyas.hooks.sampling import Batch, Distribution
 from hooks.conftest import padded
 from wishes import processors_of
 

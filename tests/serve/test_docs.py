@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import eyas
-from eyas.serve.settings import Settings
+from eyas.serve.records import Settings
 from serving import Running, running
 
 ROOT = Path(__file__).parents[2]

@@ -17,12 +17,10 @@ import pytest
 
 from eyas.serve.errors import ApiError
 from eyas.serve.messages import MessagesBody
-from eyas.serve.protocol.chat import ChatBody
-from eyas.serve.protocol.completions import CompletionBody
+from eyas.serve.protocol.chat import ChatBody, TokenizeBody
+from eyas.serve.protocol.completions import CompletionBody, InfillBody
 from eyas.serve.protocol.fields import REFUSED, WITHOUT_EFFECT, Body, foreign_fields
-from eyas.serve.protocol.infill import InfillBody
 from eyas.serve.protocol.responses import ResponsesBody
-from eyas.serve.protocol.tokens import TokenizeBody
 from serving import Running
 
 HI = [{"role": "user", "content": "Hi"}]

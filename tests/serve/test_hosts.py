@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.hosts import LOCAL, HostCheck, allowed_hosts
+from eyas.serve.auth import LOCAL, HostCheck, allowed_hosts
 
 
 def status_of(names: tuple[str, ...], host: str | None, path: str = "/") -> int:

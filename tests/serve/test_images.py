@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import eyas
-from eyas.media import plug_media
+from eyas.api import _media
 from eyas.serve import images
 from media_models import with_processor
 from serving import Running, running
@@ -200,7 +200,7 @@ def test_many_images(server: Running) -> None:
 
 def test_texts_of_the_system_between_turns_with_an_image(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards agents that send a picture: with images, a template's refusal ended the conversation."""
-    processor = plug_media._processor(llm.target.model.config.name_or_path)
+    processor = _media._processor(llm.target.model.config.name_or_path)
     refusing = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
     strict = processor.chat_template.replace("{% for m in messages %}", "{% for m in messages %}" + refusing)
     monkeypatch.setattr(processor, "chat_template", strict)

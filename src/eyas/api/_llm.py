@@ -34,10 +34,11 @@ from eyas.core.engine import Decoder, Request, Step
 from eyas.core.features import Constraint
 from eyas.core.requests import RequestFeature, check_steps
 from eyas.core.sampling import Sampling
-from eyas.core.sockets import FEATURE, MEDIA, POLICY, STRUCTURE, TARGET, Structures
+from eyas.core.sockets import FEATURE, POLICY, STRUCTURE, TARGET, Structures
 from eyas.core.target import Target
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.targets.loading import BASE, version_of
+from eyas.targets.loading import version_of
+from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, reply_message, template_keywords
 
 __all__ = ["LLM", "Chat", "new_policy"]
@@ -214,7 +215,8 @@ class LLM:
     ) -> Iterator[tuple[int, Result]]:
         """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts
         that begin alike are read once."""
-        rows = self._default_rows if batch_size is None else whole_number("batch_size", batch_size)
+        usual = 1 if self.target.device.type == "cpu" else 8
+        rows = usual if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
             return
         decoder, give_back = self.take_decoder(max(1, min(rows, len(answers))), reuse, answers[0].request.adapter)
@@ -329,8 +331,9 @@ class LLM:
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
         """Return the prompt that the target's processor makes of messages with images. Keywords as in
         `text.render`."""
-        made: MediaIds = MEDIA.plug_for("messages with images").media_prompt(messages, self.target.model, **template)
-        return made
+        from eyas.api._media import media_prompt
+
+        return media_prompt(messages, self.target.model, **template)
 
     def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
         """Return what the keywords ask for beyond sampling."""
@@ -392,10 +395,6 @@ class LLM:
                 "or with kernels='off' if it will change again"
             )
         return version
-
-    @property
-    def _default_rows(self) -> int:
-        return 1 if self.target.device.type == "cpu" else 8
 
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None

@@ -1,4 +1,4 @@
-"""Loads a target with a drafter."""
+"""Loads a target and its tokenizer, with a drafter."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters
 from eyas.api._llm import LLM, new_policy
-from eyas.api._targets import TargetSettings, known_target, read_target
 from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
-from eyas.core.sockets import ADAPTER, HEAD, RUNNER, TARGET, PlainRunner
+from eyas.core.sockets import RUNNER, TARGET, KnownTarget, PlainRunner, Source
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod
-from eyas.errors import CheckpointError, OptionError, UnknownOptionError, near
+from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionError, near
+from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
+from eyas.targets.pretrained import DeviceMap, check_config, is_peft_model, read_tokenizer
 from eyas.threads import plain_defaults, release_threads
 
 __all__ = ["LOAD_KEYWORDS", "load"]
@@ -105,12 +106,12 @@ def load(
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    known = known_target(target, gguf_file, cache)
+    found = (plug.find_target(target, gguf_file, cache) for plug in TARGET.plugs)
+    known = next((one for one in found if one is not None), None)  # None: a folder, a hub id or a loaded model
     if known is not None and known.best is not None and draft in (None, AUTO):
         method = method or known.best
         draft = known.heads.get(drafters.find(method).head_format)
-    adapters = None if adapter is None else ADAPTER.plug_for("adapters").adapters_of(adapter)
-    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, adapters, spread, gguf_file)
+    settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, _adapters(adapter), spread, gguf_file)
     with plain_defaults():
         loaded_target, loaded_tokenizer = read_target(target, known, settings)
         runner = RUNNER.plug or PlainRunner()
@@ -213,13 +214,115 @@ def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, opt
         raise OptionError("the precision of a Drafter's weights was chosen when it was made: leave draft_weights out")
 
 
+def _adapters(given: Any) -> dict[str, str] | str | None:
+    if given is None:
+        return None
+    from eyas.targets.adapters import adapters_of
+
+    return adapters_of(given)
+
+
 def _warn_about_head(drafter: Drafter, draft: str | Path | None, target: Target) -> None:
     method = drafter.parts[0] if drafter.parts else drafter  # the head belongs to the first of two methods
     if not isinstance(method, DraftMethod):
         return
-    for plug in HEAD.plugs:
-        for doubt in plug.doubts(method, str(draft), target):
-            warnings.warn(doubt, stacklevel=4)
+    from eyas.targets.fingerprints import doubts
+
+    for doubt in doubts(method, str(draft), target):
+        warnings.warn(doubt, stacklevel=4)
 
 
 LOAD_KEYWORDS = tuple(name for name in load.__annotations__ if name not in ("options", "return"))
+
+
+Loaded = tuple[Target, PreTrainedTokenizerBase | None]
+
+
+class TargetSettings(NamedTuple):
+    """How `load` is to load a target: its own arguments, checked."""
+
+    tokenizer: Any
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    adapters: dict[str, str] | str | None
+    device_map: DeviceMap | None
+    gguf_file: str | None
+
+
+def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
+    """Return the target and its tokenizer.
+
+    Raises:
+        ModelError: one line that says what is wrong with the target or the tokenizer.
+        OptionError: settings that do not go with such a target.
+    """
+    if settings.gguf_file is not None and (known is None or not known.takes_file):
+        raise OptionError(
+            "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
+        )
+    if known is not None:
+        with known.open(settings.tokenizer) as source:
+            return _read(source, settings)
+    if isinstance(target, PreTrainedModel) or is_peft_model(target):
+        return _take(target, settings)
+    if target is None:
+        raise ModelError("there is no embedded model in this installation of eyas: name a target")
+    if not isinstance(target, str | Path):
+        raise ModelError(
+            f"a target is a folder, a hub id or a causal language model of transformers, not {type(target).__name__}"
+        )
+    return _read(Source(target, "", settings.tokenizer), settings)
+
+
+def _read(source: Source, settings: TargetSettings) -> Loaded:
+    """Read a folder, or what is at a hub id; or finish a model that a plug has made."""
+    place, trust = source.place, settings.trust_remote_code
+    if isinstance(place, PreTrainedModel):
+        device = torch.device(pick_device(settings.device))
+        dtype = pick_dtype(settings.dtype, device)
+        model: torch.nn.Module = place
+        model.to(device=device, dtype=torch.float32 if isinstance(dtype, str) else dtype)
+        return target_of(model, source.name, settings.adapters), _tokenizer(source.tokenizer, "")
+    check_config(place, trust)
+    tokenizer = _tokenizer(source.tokenizer, place, trust)
+    target = load_target(
+        place,
+        settings.dtype,
+        settings.device,
+        trust,
+        adapters=settings.adapters,
+        device_map=settings.device_map,
+        name=source.name,
+    )
+    return target, tokenizer
+
+
+def _take(model: Any, settings: TargetSettings) -> Loaded:
+    """Take a model that the caller has loaded."""
+    if settings.adapters:
+        raise OptionError(
+            "put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result"
+        )
+    name = (model.get_base_model() if is_peft_model(model) else model).name_or_path
+    tokenizer = _tokenizer(settings.tokenizer, name)
+    return target_of(model, name or type(model).__name__), tokenizer
+
+
+def _tokenizer(given: Any, place: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that the caller names, else the one at `place`, which may be ""; None for False.
+
+    Raises:
+        ModelError: there is no tokenizer where the caller says.
+    """
+    if given is None:
+        return read_tokenizer(place, trust_remote_code) if place else None
+    if given is False:
+        return None
+    if isinstance(given, PreTrainedTokenizerBase):
+        return given
+    if not isinstance(given, str | Path):
+        raise ModelError(
+            f"a tokenizer is a folder, a hub id or a tokenizer of transformers, not {type(given).__name__}"
+        )
+    return read_tokenizer(given, trust_remote_code, required=True)

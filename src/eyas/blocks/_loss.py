@@ -78,7 +78,7 @@ def block_loss(
     net, block_format, tokens_N, device = method.net, method.block_format, batch.tokens_N, batch.tokens_N.device
     anchor_A = choose_anchors(batch, training.anchors, generator)
     if not len(anchor_A):
-        return _empty_loss(net.norm.weight)
+        return Loss(net.norm.weight.sum() * 0, torch.zeros((), dtype=torch.long, device=net.norm.weight.device), {})
     final = method.target.hidden_size
     hidden_AnD = net.forward_packed(
         batch.features_NF[:, :-final].to(method.dtype),
@@ -207,8 +207,3 @@ def _in_chunks(
         else:
             parts.append(guesses(*inputs))
     return torch.cat(parts)
-
-
-def _empty_loss(weight: Tensor) -> Loss:
-    """Return the loss of a batch without anchors."""
-    return Loss(weight.sum() * 0, torch.zeros((), dtype=torch.long, device=weight.device), {})

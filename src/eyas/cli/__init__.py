@@ -5,9 +5,8 @@
     _errors.py     which exception becomes which line and which exit status
     _files.py      prompts in, results out, line by line
     _load.py       from options to an LLM; a result as JSON; _adapt.py: with a head that learns
-    _show.py       streamed answers, progress bars, tables; _view.py: the page of one answer
-    _answers.py    prompts that a model answers
-    _serving.py    the server of `eyas serve`; _spread.py: work of commands on Ray
+    _show.py       streamed answers, progress bars, tables
+    _answers.py    prompts that a model answers; _spread.py: work of commands on Ray
     tools.py       what authors of commands use of these
 
 Other distributions bring commands by entry points.

@@ -86,12 +86,9 @@ class MakeAnswerer:
                 f"the output holds answers made with other settings: {'; '.join(other)}; name another file"
             )
         answerer = Answerer(llm, self.keywords, self.batch_size)
-        return lambda tasks: sorted(answerer(tasks), key=line_of)
-
-
-def line_of(outcome: Answered | InvalidLine) -> int:
-    """Return the number of the line that an outcome belongs to."""
-    return outcome.line if isinstance(outcome, InvalidLine) else outcome.task.line
+        return lambda tasks: sorted(
+            answerer(tasks), key=lambda one: one.line if isinstance(one, InvalidLine) else one.task.line
+        )
 
 
 def described(llm: LLM) -> dict[str, Any]:

@@ -152,7 +152,9 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
         app.command(inner)
         return
     function = _complete(module.command, tokens)
-    if _has_methods(module.command) and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
+    kinds = [parameter.annotation for parameter in _signature(module.command).parameters.values()]
+    has_methods = any(isinstance(kind, type) and issubclass(kind, MethodOptions) for kind in kinds)
+    if has_methods and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
         epilogue += f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
     app.command(function, name=name, group=group, help_epilogue=epilogue)
 
@@ -166,13 +168,6 @@ def _epilogue(examples: str, notes: Sequence[str] = ()) -> str:
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function, eval_str=True)
-
-
-def _has_methods(function: Callable[..., Any]) -> bool:
-    return any(
-        isinstance(p.annotation, type) and issubclass(p.annotation, MethodOptions)
-        for p in _signature(function).parameters.values()
-    )
 
 
 def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:

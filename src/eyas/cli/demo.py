@@ -4,17 +4,13 @@ transformers does.
 Both sides advance a cycle at a time, always the one whose clock is behind, so that the screen shows
 the race as it is: each clock runs only while its side works. Everything is greedy, so all three
 must give the same tokens; a difference is reported.
-
-Where a short probe finds that drafts gain nothing on this machine, the demo says so before it
-begins, and shows plain decoding and transformers alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -36,43 +32,29 @@ if TYPE_CHECKING:
     from eyas.api import LLM, Stats
 
 
-class Prompt(NamedTuple):
-    """A prompt of the demo. `raw`: a text to continue, not a message to reply to."""
-
-    text: str
-    raw: bool = False
-
-
 MODEL = "smollm2"  # is shown where it can be had; else the embedded model
 PROMPTS = (  # SmolLM2-135M answers these well
-    Prompt("What is gravity?"),
-    Prompt("Give me three tips for better sleep."),
-    Prompt("Explain photosynthesis in two sentences."),
-    Prompt("What is machine learning?"),
-    Prompt("Write the first sentence of a mystery novel."),
+    "What is gravity?",
+    "Give me three tips for better sleep.",
+    "Explain photosynthesis in two sentences.",
+    "What is machine learning?",
+    "Write the first sentence of a mystery novel.",
 )
 EMBEDDED_PROMPTS = (  # it knows nothing but such dialogues
-    Prompt("I want to book a table for two in San Jose tonight."),
-    Prompt("I would like to see a movie tonight."),
-    Prompt("I want to find events in New York."),
-    Prompt("I need a doctor's appointment next Tuesday."),
-    Prompt("I need to find a train from Cambridge to London for Monday morning."),
+    "I want to book a table for two in San Jose tonight.",
+    "I would like to see a movie tonight.",
+    "I want to find events in New York.",
+    "I need a doctor's appointment next Tuesday.",
+    "I need to find a train from Cambridge to London for Monday morning.",
 )
 GROUP = "Answers"
 WARM_UP_TOKENS = 8
-PROBE_PROMPTS, PROBE_TOKENS = 2, 32  # answers of the probe, and tokens of each
-LEAST_GAIN = 1.03  # speed of drafts over plain decoding in the probe; nobody could see a smaller gain
 FRAME_SECONDS = 1 / 15
+SHOWN = {"transformers": "transformers' generate"}  # names of sides in a sentence
 BUDGET_SECONDS = 40.0  # no further prompt of ours is begun after them
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
-GREEDY: dict[str, Any] = {  # keywords of `model.generate`
-    "do_sample": False,
-    "temperature": None,
-    "top_k": None,
-    "top_p": None,
-    "repetition_penalty": 1.0,
-}
-TREE_LIMITS = {"nodes": "nodes", "depth": "levels", "branch": "children a node"}  # entries of `describe` in words
+# keywords of `model.generate`
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0, **dict.fromkeys(("temperature", "top_k", "top_p"))}
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
@@ -112,28 +94,25 @@ def command(*, job: DemoOptions, options: MethodOptions) -> None:
     target = _target(job)
     prompts = own or (EMBEDDED_PROMPTS if target == "embedded" else PROMPTS)
     demo = Demo(_best(target, job, options), job.max_new_tokens, Console(highlight=False))
-    rounds: list[Round] = []
     began = time.monotonic()
     try:
         demo.warm_up(prompts[0])
-        if job.method is None:
-            demo.leave_out_what_gains_nothing(prompts)
         for number, prompt in enumerate(prompts, start=1):
-            rounds.append(demo.round(prompt, f"{number}/{len(prompts)}"))
+            demo.round(prompt, f"{number}/{len(prompts)}")
             if not own and time.monotonic() - began > BUDGET_SECONDS:
                 break
     except KeyboardInterrupt:
-        demo.report(rounds)
-        raise Interrupted(f"the numbers are of the {len(rounds)} prompts that were finished") from None
-    demo.report(rounds, left_out=len(prompts) - len(rounds))
+        demo.report()
+        raise Interrupted(f"the numbers are of the {len(demo.rounds)} prompts that were finished") from None
+    demo.report(left_out=len(prompts) - len(demo.rounds))
 
 
-def _own_prompts(path: str | None) -> Sequence[Prompt]:
+def _own_prompts(path: str | None) -> Sequence[str]:
     """Return the user's prompts; none where he named no file."""
     if path is None:
         return ()
     with file_errors(path, "prompts file"):
-        prompts = [Prompt(line.strip()) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+        prompts = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
     if not prompts:
         raise InputError(f"prompts file {path!r} is empty: write one prompt a line")
     return prompts
@@ -182,14 +161,6 @@ class Answer(NamedTuple):
     stats: Stats | None = None  # None: transformers' generate, which drafts nothing
 
 
-@dataclass(frozen=True)
-class Round:
-    """One prompt, answered by each side."""
-
-    answers: Mapping[str, Answer]  # answers by side: "plain", the method if it is shown, "transformers"
-    difference: str  # what to report when they differ; empty when they are equal
-
-
 class Demo:
     """Runs rounds, shows them, reports."""
 
@@ -197,49 +168,35 @@ class Demo:
         self.best = best
         self.max_new_tokens = max_new_tokens
         self.console = console
-        self.plain = plain_decoding(best)
-        self.sides = [self.plain, best]
+        self.sides = [plain_decoding(best), best]
+        self.rounds: list[dict[str, Answer]] = []  # for each prompt, the answer of each side
+        self.warnings: list[str] = []
 
-    def warm_up(self, prompt: Prompt) -> None:
+    def warm_up(self, prompt: str) -> None:
         """Run once without measuring: first runs allocate and tune."""
         from eyas.hardware.machine import snapshot
 
         for llm in self.sides:
-            llm.generate(prompt.text, raw=prompt.raw, max_new_tokens=WARM_UP_TOKENS)
-        self._generate(self.best.ids(prompt.text, raw=prompt.raw), WARM_UP_TOKENS)
+            llm.generate(prompt, max_new_tokens=WARM_UP_TOKENS)
+        self._generate(self.best.ids(prompt), WARM_UP_TOKENS)
         self.before = snapshot()
 
-    def leave_out_what_gains_nothing(self, prompts: Sequence[Prompt]) -> None:
-        """Answer some prompts both ways, by turns, and show the method only if it is faster."""
-        lanes = [Lane(llm, prompt, PROBE_TOKENS) for prompt in prompts[:PROBE_PROMPTS] for llm in self.sides]
-        while running := [lane for lane in lanes if lane.running]:
-            min(running, key=lambda lane: lane.stream.seconds).advance()
-        plain, drafted = (_figures([lane.answer() for lane in lanes[side::2]])[1] for side in range(2))
-        if drafted < LEAST_GAIN * plain:
-            self.sides = [self.plain]
-            self.console.print(
-                f"[yellow]Drafts by {self.best.method} gain nothing with this model on this machine: {drafted:.1f} tokens/s against "
-                f"{plain:.1f} without, in a probe. So plain decoding is shown alone (--method {self.best.method} shows both).[/]",
-                soft_wrap=True,
-            )
-
-    def round(self, prompt: Prompt, place: str) -> Round:
-        token_ids = self.best.ids(prompt.text, raw=prompt.raw)
+    def round(self, prompt: str, place: str) -> None:
+        """Let each side answer a prompt."""
+        token_ids = self.best.ids(prompt)
         room = self.best.target.context - len(token_ids)
         if room < 2:
             raise FitError(f"a prompt fills the context of {self.best.target.context} tokens: shorten it")
         length = min(self.max_new_tokens, room)
         lanes = [Lane(llm, prompt, length) for llm in self.sides]
         self.console.print(f"\n[bold]{place}[/]  ", end="")
-        self.console.print(prompt.text, markup=False, style="bold")
+        self.console.print(prompt, markup=False, style="bold")
         self._race(lanes)
-        transformers = Answer(*self._generate(token_ids, length))
-        plain = lanes[0].answer()
-        drafted = {llm.method: lane.answer() for llm, lane in zip(self.sides[1:], lanes[1:], strict=True)}
-        others = {**drafted, "transformers' generate": transformers}
-        differences = [self._difference(name, answer, plain, token_ids) for name, answer in others.items()]
-        answers = {"plain": plain, **drafted, "transformers": transformers}
-        return Round(answers, "; ".join(filter(None, differences)))
+        plain, drafted = (lane.answer() for lane in lanes)
+        answers = {self.best.method: drafted, "transformers": Answer(*self._generate(token_ids, length))}
+        self.rounds.append({"plain": plain, **answers})
+        for name, answer in answers.items():
+            self._compare(name, answer, plain, token_ids)
 
     def _race(self, lanes: Sequence[Lane]) -> None:
         """Run a cycle of the lane whose clock is behind, again and again; live on a terminal."""
@@ -279,44 +236,40 @@ class Demo:
             new_ids = tuple(output[0, len(token_ids) :].tolist())
             return new_ids, time.perf_counter() - began
 
-    def _difference(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> str:
-        """Return a message that says where an answer differs from plain decoding's; empty when it does not."""
+    def _compare(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> None:
+        """Note where an answer differs from plain decoding's."""
         from eyas.core.engine import Request
         from eyas.metrics import first_difference, margin
 
         place = first_difference(plain.token_ids, answer.token_ids)
-        if place is None:
-            return ""
-        apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain.token_ids[:place]) or 0.0
-        return (
-            f"{name} differs from plain decoding at token {place + 1}, where the two best logits are {apart:.1e} apart"
-        )
+        if place is not None:
+            apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain.token_ids[:place]) or 0.0
+            self.warnings.append(
+                f"prompt {len(self.rounds)}: {SHOWN.get(name, name)} differs from plain decoding at token {place + 1}, where "
+                f"the two best logits are {apart:.1e} apart"
+            )
 
-    def report(self, rounds: Sequence[Round], left_out: int = 0) -> None:
+    def report(self, left_out: int = 0) -> None:
         """Print the table of this run's numbers, and what limits them."""
         import torch
 
         from eyas.hardware.machine import busy, used
 
-        if not rounds:
+        if not self.rounds:
             return
         load_of_others = busy(used(self.before), torch.get_num_threads())
-        method, target = self.sides[-1].method, self.best.target
-        rates = _print_table(rounds)
-        size = self.sides[-1].drafter.describe()
-        tree = ", ".join(f"{key} {value}" for key, value in size.items() if key != "kind")
-        if tree and self.sides[-1].policy is not None:
-            limits = ", ".join(f"{size[key]} {word}" for key, word in TREE_LIMITS.items() if key in size)
-            tree = f"as large as pays on this machine, at most {limits or tree}"
-        drafts = "plain decoding" if method == "vanilla" else f"{method}{f' with tree {tree}' if tree else ''}"
-        setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
+        method, target = self.best.method, self.best.target
+        rates = _print_table(self.rounds)
+        size = ", ".join(f"{key} {value}" for key, value in self.best.drafter.describe().items() if key != "kind")
+        limit = "a tree that adapts to this machine, at most " if self.best.policy is not None else "tree "
+        setup = f"{target.name}, {method}{f' with {limit}{size}' if size else ''}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
         warnings = [load_of_others] if load_of_others else []
         if left_out:
             prompts = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
             warnings.append(f"{prompts} left out: this machine is slow or busy.")
-        warnings += [f"prompt {n}: {r.difference}" for n, r in enumerate(rounds, start=1) if r.difference]
-        if rates.get(method, rates["plain"]) < rates["plain"]:
+        warnings += self.warnings
+        if rates[method] < rates["plain"]:
             warnings.append(f"{method} was slower than plain decoding in this run.")
         for warning in warnings:
             self.console.print(f"[yellow]{warning}[/]")
@@ -325,9 +278,9 @@ class Demo:
 class Lane:
     """One side of the race."""
 
-    def __init__(self, llm: LLM, prompt: Prompt, length: int) -> None:
+    def __init__(self, llm: LLM, prompt: str, length: int) -> None:
         self.name = "plain decoding" if llm.method == "vanilla" else llm.method
-        self.stream = TimedStream(llm.stream(prompt.text, raw=prompt.raw, max_new_tokens=length))
+        self.stream = TimedStream(llm.stream(prompt, max_new_tokens=length))
         self.painter = Painter(llm)
         self.spans: list[tuple[str, str]] = []  # text and style
         self.running = True
@@ -358,9 +311,9 @@ class Lane:
         return Panel(Text.assemble(*self.spans), title=title, subtitle=figures, title_align="left", border_style=style)
 
 
-def _print_table(rounds: Sequence[Round]) -> dict[str, float]:
+def _print_table(rounds: Sequence[dict[str, Answer]]) -> dict[str, float]:
     """Print one row for each side, all prompts together; returns their tokens a second."""
-    sides = {name: [r.answers[name] for r in rounds] for name in rounds[0].answers}
+    sides = {name: [answers[name] for answers in rounds] for name in rounds[0]}
     figures = {name: _figures(answers) for name, answers in sides.items()}
     rates = {name: rate for name, (_, rate, _) in figures.items()}
     rows = []

@@ -172,9 +172,9 @@ class DormantSession(DraftSession):
 
     def __init__(self, session: DraftSession, rows: int, policy: Policy | None, max_tree: TreeSize | None) -> None:
         self.session, self.rows, self.policy, self.max_tree = session, rows, policy, max_tree
-        self.decision: Decision | None = None  # about the current cycle; None: the method drafts with its own options
+        self.decision: Decision | None = None  # about the current cycle; None: not made yet
         self.policy_decision: Decision | None = None  # the policy's decision about the current cycle
-        self.decided = False  # whether there is a decision about the current cycle
+        self.learns = True  # whether the policy learns from it; False if predictions or constraints added nodes
         self.all_off = False  # whether no row of that cycle wants drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
@@ -187,22 +187,20 @@ class DormantSession(DraftSession):
 
     def _decide(self, cycle_input: CycleInput) -> Decision:
         """Return the decision about the current cycle, made once, by `capturable` or by `draft`."""
-        if not self.decided:
-            self.decided, self.active_rows = True, set(cycle_input.active_rows)
+        if self.decision is None:
+            self.active_rows = set(cycle_input.active_rows)
             limits = cycle_input.draft_limits
             off = frozenset(row for row in cycle_input.active_rows if limits[row] == 0) if limits else frozenset()
             self.all_off = bool(off) and off.issuperset(self.active_rows)
             if self.all_off:
                 self.decision = Decision(plain=off, arm=ARM_OFF)
             else:
-                self.policy_decision = self.decision = self._ask(cycle_input)
+                self.policy_decision = self._ask(cycle_input)
+                self.decision = asked = self.policy_decision or FIXED
                 size = self._limited_size(cycle_input)
                 if off or size is not None:
-                    asked_decision = self.policy_decision or Decision()
-                    self.decision = replace(
-                        asked_decision, plain=asked_decision.plain | off, tree_size=size or asked_decision.tree_size
-                    )
-        return self.decision or FIXED
+                    self.decision = replace(asked, plain=asked.plain | off, tree_size=size or asked.tree_size)
+        return self.decision
 
     def _ask(self, cycle_input: CycleInput) -> Decision | None:
         """Return the policy's decision: `otherwise`, if no node of the fallback's draft is to be verified."""
@@ -236,11 +234,9 @@ class DormantSession(DraftSession):
             return None
         return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
 
-    def observe(self, steps: Sequence[Step], learn: bool = True) -> None:
-        """See `DraftSession.observe`. `learn`: whether the policy learns from this cycle; False if predictions or
-        constraints added nodes."""
-        asked_decision, self.policy_decision, self.decision, self.decided = self.policy_decision, None, None, False
-        if learn and asked_decision is not None and self.policy is not None:
+    def observe(self, steps: Sequence[Step]) -> None:
+        asked_decision, self.policy_decision, self.decision = self.policy_decision, None, None
+        if self.learns and asked_decision is not None and self.policy is not None:
             self.policy.observe(
                 [step if step.decision is asked_decision else replace(step, decision=asked_decision) for step in steps]
             )

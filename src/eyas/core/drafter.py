@@ -35,7 +35,7 @@ from eyas.core.adjustments import Adjustments
 from eyas.core.cache import KVCache
 from eyas.core.features import RowFeature, TextEnd
 from eyas.core.options import build_options  # methods have options, so callers find both here
-from eyas.core.requests import DecisionLabel, Step
+from eyas.core.requests import Step
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.tree import Draft, TargetOutput, Verdict
 
@@ -127,8 +127,6 @@ class Capturable:
 
 class DraftSession(ABC):
     """The drafter's state of B rows. Rows begin and end between cycles."""
-
-    decision: DecisionLabel | None = None  # an adaptive drafter's decision about the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """Return how to record the cycle that begins with this input; None if drafting or verifying it reads

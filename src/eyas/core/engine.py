@@ -242,7 +242,7 @@ class Decoder:
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
             step_fields = prefill_fields
             if step_fields is None:
-                step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
+                step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.label}
             good, error = (0, self.target.nan_error(row.tokens)) if nan else cycle.first_failure(number, path)
             emitted, error = row.emit(tokens[:good], error)
             if row.finish:

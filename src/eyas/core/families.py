@@ -176,7 +176,9 @@ def describe(model: PreTrainedModel) -> Family:
     kinds = tuple(kind for kind in _kinds(config) if kind not in (*STATE_KINDS, *MASKLESS_KINDS))
     cache_argument = cache_argument_of(base)
     has_attention = cache_argument != "cache_params"
-    _refuse_layers(config, kinds)
+    for kind in kinds:
+        if kind not in SERVED_KINDS:
+            raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
     if has_attention:
         _refuse_positions(config, base)
     layers = _layers(config, base)
@@ -185,7 +187,8 @@ def describe(model: PreTrainedModel) -> Family:
     stateful = has_states(model)
     if stateful and len(kinds) <= 1:
         kinds = ()  # one mask for all layers that attend; the model makes none for the other layers then
-    mask_kinds = kinds if _takes_dict(code) else ()
+    # the code tests `isinstance(mask, dict)`: it takes one mask for each kind of layer
+    mask_kinds = kinds if {"isinstance", "dict", "layer_types"} <= code else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
         raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
     context, reason = _context(config, has_attention)
@@ -239,12 +242,6 @@ def _refuse_whole_model(model: Any) -> None:
         )
 
 
-def _refuse_layers(config: Any, kinds: tuple[str, ...]) -> None:
-    for kind in kinds:
-        if kind not in SERVED_KINDS:
-            raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
-
-
 def _refuse_positions(config: Any, base: nn.Module) -> None:
     if getattr(config, "alibi", False):
         raise _refusal(config, ALIBI)
@@ -272,12 +269,6 @@ def _kinds(config: Any) -> tuple[str, ...]:
     for name in KIND_LISTS:
         kinds |= {KIND_ALIASES.get(kind, kind) for kind in getattr(config, name, None) or ()}
     return tuple(sorted(kinds))
-
-
-def _takes_dict(code: frozenset[str]) -> bool:
-    """Return whether the forward accepts a dict of masks, one per kind of layer (its code tests
-    `isinstance(mask, dict)`)."""
-    return {"isinstance", "dict", "layer_types"} <= code
 
 
 def _window(config: Any, mask_kinds: tuple[str, ...], code: frozenset[str]) -> int | None:

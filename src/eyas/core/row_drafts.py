@@ -31,12 +31,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eyas.core.dormant import Decision, DormantSession
-from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
+from eyas.core.dormant import AdaptiveDrafter, Decision, DormantSession
+from eyas.core.drafter import Capturable, CycleInput, Drafter
 from eyas.core.features import Continuation, RowFeature
 from eyas.core.params import is_whole
-from eyas.core.requests import DecisionLabel, Request, Step
-from eyas.core.tree import Draft, TargetOutput, Tree, Verdict, build_trie, merge, padded_nodes
+from eyas.core.requests import DecisionLabel, Request
+from eyas.core.tree import Draft, Tree, build_trie, merge, padded_nodes
 from eyas.errors import OptionError
 
 __all__ = ["RequestDraftSession", "check_draft", "limit_nodes"]
@@ -64,56 +64,31 @@ class PredictionDecision:
         return "prediction" if row in self.rows else self.decision.label(row)
 
 
-class RequestDraftSession(DraftSession):
+class RequestDraftSession(DormantSession):
     """The session of a drafter, with the wishes of the requests in its rows: limits and continuations."""
 
     def __init__(self, drafter: Drafter, rows: int) -> None:
-        session = drafter.open(rows)
-        self.session = (
-            session if isinstance(session, DormantSession) else DormantSession(session, rows, None, drafter.max_tree)
-        )
-        self._added_nodes = False  # whether nodes were added to the method's in the current cycle
-        self._decided: DecisionLabel | None = None  # the label of the current cycle, if it is not `session`'s
+        method, policy = (drafter.drafter, drafter.policy) if isinstance(drafter, AdaptiveDrafter) else (drafter, None)
+        super().__init__(method.open(rows), rows, policy, method.max_tree)
+        self._prediction: PredictionDecision | None = None  # the label of a cycle in which it is not `decision`
 
     @property
-    def decision(self) -> DecisionLabel | None:  # type: ignore[override]
+    def label(self) -> DecisionLabel | None:
         """The decision about the current cycle."""
-        return self._decided or self.session.decision
-
-    # --- rows come and go
-
-    def truncate(self, row: int, length: int) -> int:
-        return self.session.truncate(row, length)
-
-    def copy(self, source: int, row: int, length: int) -> int:
-        return self.session.copy(source, row, length)
-
-    def begin(self, row: int, cached_tokens: int, total: int) -> None:
-        self.session.begin(row, cached_tokens, total)
-
-    def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        self.session.prefill(row, tokens_T, features_TF, position)
-
-    def end(self, row: int) -> None:
-        self.session.end(row)
-
-    def clear(self, row: int) -> None:
-        self.session.clear(row)
-
-    # --- the cycle
+        return self._prediction or self.decision
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         if cycle_input.draft_limits or _guides(cycle_input):
             return None
-        self._added_nodes, self._decided = False, None
-        return self.session.capturable(cycle_input)
+        self.learns, self._prediction = True, None
+        return super().capturable(cycle_input)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
         guided = _guides(cycle_input)
         continuations = {row: _continuations(row, guides, cycle_input) for row, guides in guided.items()}
         continuations = {row: found for row, found in continuations.items() if found}
-        draft = self.session.draft(self._without_method(cycle_input, continuations))
-        self._added_nodes = bool(continuations)
+        draft = super().draft(self._without_method(cycle_input, continuations))
+        self.learns = not continuations
         if continuations:
             draft = _merge(draft, continuations)
         if guided and draft.q_BNV is not None:
@@ -126,21 +101,12 @@ class RequestDraftSession(DraftSession):
         """Return the input for the method: if every row is off, or has a confident continuation, no row
         wants its drafts."""
         limits, rows = cycle_input.draft_limits, cycle_input.active_rows
-        self._decided = None
+        self._prediction = None
         confident = frozenset(row for row, found in continuations.items() if _confident(found[0]))
         if not confident or any(row not in confident and not (limits and limits[row] == 0) for row in rows):
             return cycle_input
-        self._decided = PredictionDecision(Decision(plain=frozenset(rows)), confident)
+        self._prediction = PredictionDecision(Decision(plain=frozenset(rows)), confident)
         return replace(cycle_input, draft_limits=(0,) * len(cycle_input.sampling))
-
-    def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        self.session.commit(draft, verdict, output)
-
-    def observe(self, steps: Sequence[Step]) -> None:
-        self.session.observe(steps, learn=not self._added_nodes)
-
-    def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
-        self.session.observe_prompt(row, tokens, seconds)
 
 
 def _confident(continuation: Continuation) -> bool:

@@ -6,10 +6,6 @@ of these parts; it asks a socket.
     policy       decides in each cycle how much is drafted                  adaptive    the method's own options, in every cycle
     feature      makes what one request may ask for beyond sampling         features    such a request is refused
     structure    makes constraints of a schema, a grammar, an expression    grammar     such a request is refused
-    media        reads messages with images, sounds or videos               media       such messages are refused
-    head         knows for which target a head was trained                  targets     no warning if it was another one
-    files        finds the broken file when a target cannot be loaded       targets     the library's own message
-    adapter      makes the target of a model with adapters                  targets     adapters are refused
     target       knows targets that are neither a folder nor a hub id,      named,      folders, hub ids, and models that
                  and heads for targets                                      targets     the caller has loaded
 
@@ -27,7 +23,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib.metadata import entry_points
@@ -43,9 +39,17 @@ from eyas.core.target import Target
 from eyas.errors import OptionError
 
 __all__ = [
-    "ADAPTER", "FEATURE", "FILES", "HEAD", "MEDIA", "POLICY", "RUNNER", "STRUCTURE", "TARGET", "KnownHead",
-    "KnownTarget", "PlainRunner", "Socket", "Source",
-]  # fmt: skip
+    "FEATURE",
+    "POLICY",
+    "RUNNER",
+    "STRUCTURE",
+    "TARGET",
+    "KnownHead",
+    "KnownTarget",
+    "PlainRunner",
+    "Socket",
+    "Source",
+]
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -118,48 +122,6 @@ class FeaturePlug(Protocol):
 
     def traced(self, request: Request) -> Request:
         """Return the request whose Steps have traces, for display."""
-
-
-class MediaPlug(Protocol):
-    """Reads messages that hold more than text."""
-
-    def media_prompt(self, messages: Any, model: Any, **template: Any) -> Any:
-        """Return them as `arguments.MediaIds`, by a processor that comes with the model. The keywords are those
-        of `text.render`."""
-
-
-class HeadPlug(Protocol):
-    """Knows something about heads."""
-
-    def doubts(self, method: Any, draft: str, target: Target) -> Iterable[str]:
-        """Return reasons why a head may draft little for a target, for warnings.
-
-        Args:
-            method: a `drafters.DraftMethod` with the head's weights.
-            draft: the name of the head.
-        """
-
-
-class FilesPlug(Protocol):
-    """Examines files."""
-
-    def fault(self, folder: Path, files: str) -> str:
-        """Return what is wrong with files of a folder, on one line; "" if nothing is found.
-
-        Args:
-            files: "model", "tokenizer", "config" (config.json), "layers" (the same: whether it asks for too
-                many of them), or "generation" (generation_config.json).
-        """
-
-
-class AdapterPlug(Protocol):
-    """Serves targets with adapters."""
-
-    def adapters_of(self, given: Any) -> dict[str, str] | str | None:
-        """Return the folder of one adapter, or folders by name, from the `adapter` of `eyas.load`."""
-
-    def target_with_adapters(self, model: Any, name: str, adapters: Any) -> Target:
-        """Return the target of a model and adapters, or of a PeftModel. See `targets.loading.target_of`."""
 
 
 class Source(NamedTuple):
@@ -261,8 +223,4 @@ RUNNER = Socket[RunnerPlug]("runner")
 POLICY = Socket[PolicyPlug]("policy")
 FEATURE = Socket[FeaturePlug]("feature")
 STRUCTURE = Socket[StructurePlug]("structure")
-MEDIA = Socket[MediaPlug]("media")
-HEAD = Socket[HeadPlug]("head")
-ADAPTER = Socket[AdapterPlug]("adapter")
-FILES = Socket[FilesPlug]("files")
 TARGET = Socket[TargetPlug]("target")

@@ -1,6 +1,6 @@
 """Request features: what a request may ask for beyond sampling, one file each.
 
-    constraints.py   the masks of constraints (structured output); guidance.py applies them, and logits processors
+    guidance.py      constraints (structured output), and logits processors
     predictions.py   a text that the answer probably repeats
     logprobs.py      log-probabilities of the answer's tokens, and of the prompt's
     traces.py        the trees of all cycles for display, and raw logits

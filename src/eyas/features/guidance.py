@@ -11,7 +11,7 @@ Other nodes keep their raw logits: they cannot be accepted, or everything after 
 do nodes whose processor failed. A request fails only if its text reaches such a node and goes on
 from there; other requests continue.
 
-This module knows no model and no grammar. Letters: N nodes, V vocabulary, T tokens.
+This module knows no model and no grammar. Letters: N nodes, M nodes that the constraint sees, V vocabulary, T tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from eyas.core.requests import Request, RequestFeature
 from eyas.core.sampling import Processor, Sampling, apply_sampling
 from eyas.core.target import Target
 from eyas.errors import EyasError, InputError, code_of_request
-from eyas.features.constraints import GuardedConstraint, tree_mask
 
 __all__ = ["Constraint", "Guidance", "apply_processors", "make_custom"]
 
@@ -215,3 +214,62 @@ def apply_processors(
         except EyasError as error:
             failures[n] = error
     return scores_NV, failures
+
+
+class GuardedConstraint:
+    """Wraps a constraint: its exceptions, and masks of a wrong shape, become InputErrors. An error
+    in `forced`, which only drafts, is raised by the next `mask`."""
+
+    def __init__(self, constraint: Constraint, vocab: int) -> None:
+        self.constraint, self.vocab = constraint, vocab
+        self.error: EyasError | None = None
+
+    def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        with code_of_request("constraint"):
+            mask_NV = self.constraint.mask(parents, tokens)
+            if mask_NV.shape != (len(parents), self.vocab):
+                raise InputError(
+                    f"constraint gave a mask of shape {list(mask_NV.shape)}: it must be {[len(parents), self.vocab]}"
+                )
+            return mask_NV
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        with code_of_request("constraint"):
+            self.constraint.accept(tokens)
+
+    @property
+    def finished(self) -> bool:
+        with code_of_request("constraint"):
+            return self.constraint.finished
+
+    def forced(self, limit: int) -> list[int]:
+        try:
+            with code_of_request("constraint"):
+                return self.constraint.forced(limit)
+        except EyasError as error:
+            self.error = error
+            return []
+
+
+def tree_mask(constraint: GuardedConstraint, nodes: RowNodes) -> tuple[Tensor, dict[int, EyasError]]:
+    """Return the tokens that the constraint allows after each node of a row's tree, bool [N, V] on the CPU;
+    and the nodes at which it fails.
+
+    The constraint sees only nodes at which plain decoding could stand (`TextEnd.open_nodes`). After
+    other nodes, and where it fails, every token is allowed.
+    """
+    parents, tokens, open_nodes = nodes.parents, nodes.tokens, nodes.open_nodes
+    mask_NV, failures = torch.ones(len(tokens), constraint.vocab, dtype=torch.bool), dict[int, EyasError]()
+    number = {node: place for place, node in enumerate(open_nodes)}
+    parents_M = [-1, *(number[parents[node]] for node in list(number)[1:])]
+    try:
+        mask_NV[list(number)] = constraint.mask(parents_M, [tokens[node] for node in number])
+    except EyasError:
+        for node, path in open_nodes.items():  # each alone, as plain decoding asks, to find out where it fails
+            try:
+                mask_NV[node] = constraint.mask(range(-1, len(path)), [tokens[0], *path])[-1]
+            except EyasError as error:
+                failures[node] = error
+    return mask_NV, failures

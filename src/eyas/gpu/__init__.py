@@ -34,7 +34,26 @@ from eyas.gpu._order_ops import fixed_attention, fixed_product, paths
 from eyas.gpu._tables import RotaryTables
 
 __all__ = [
-    "KERNELS", "RotaryTables", "add_norm", "attention", "available", "best_children", "build_tree", "choose", "commit", "draw",
-    "filtered", "fixed_attention", "fixed_product", "given_path", "grow_step", "join_norms", "keep_best", "paths", "quantise",
-    "rms_norm", "rotate_and_store", "swiglu",
-]  # fmt: skip
+    "KERNELS",
+    "RotaryTables",
+    "add_norm",
+    "attention",
+    "available",
+    "best_children",
+    "build_tree",
+    "choose",
+    "commit",
+    "draw",
+    "filtered",
+    "fixed_attention",
+    "fixed_product",
+    "given_path",
+    "grow_step",
+    "join_norms",
+    "keep_best",
+    "paths",
+    "quantise",
+    "rms_norm",
+    "rotate_and_store",
+    "swiglu",
+]

@@ -7,10 +7,13 @@ the root, T nodes in slots.
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from eyas.gpu import _ops
+from eyas.gpu._ops import operator
 
 __all__ = [
     "KERNELS",
@@ -34,133 +37,83 @@ KERNELS = {
 }  # operators of more than one kernel
 
 
-def cycle_kernels() -> ModuleType:
-    from eyas.gpu import _cycle_kernels
-
-    return _cycle_kernels
-
-
-def score_kernels() -> ModuleType:
-    from eyas.gpu import _score_kernels
-
-    return _score_kernels
-
-
-def growth_kernels() -> ModuleType:
-    from eyas.gpu import _growth_kernels
-
-    return _growth_kernels
-
-
-@torch.library.custom_op("eyas::draw", mutates_args=())
+@operator("cycle")
 def draw(
     scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the largest score + noise at each node, int64 [B, N]; which nodes have NaN among their
     scores. noisy: not all rows are greedy."""
-    drawn, broken = _empty_draws(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy)
-    cycle_kernels().draw(scores_BNV, depth_BN, position_B, seed_B, greedy_B, noisy, drawn, broken)
-    return drawn, broken
-
-
-@draw.register_fake
-def _empty_draws(
-    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = scores_BNV.shape[:2]
     return scores_BNV.new_empty(shape, dtype=torch.int64), scores_BNV.new_empty(shape, dtype=torch.bool)
 
 
-@torch.library.custom_op("eyas::choose", mutates_args=())
+@operator(lambda *x: _ops.kernels("cycle").choose(*x[:-2], x[-1]))
 def choose(
     scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
     greedy_B: Tensor, noisy: bool, longest: int,
 ) -> Tensor:  # fmt: skip
     """`draw` at every node, then the path of the nodes that were drawn at their parents:
     `core.cycle.Cycle.host_result_BX`."""
-    inputs = (scores_BNV, tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, seed_B, greedy_B, noisy)
-    cycle_kernels().choose(*inputs, columns := _empty_columns(*inputs, longest))
-    return columns
-
-
-@choose.register_fake
-def _empty_columns(
-    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
-    greedy_B: Tensor, noisy: bool, longest: int,
-) -> Tensor:  # fmt: skip
     return tokens_BN.new_empty(tokens_BN.shape[0], 3 + 2 * longest)
 
 
-@torch.library.custom_op("eyas::given_path", mutates_args=())
+@operator("cycle")
 def given_path(
     tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
     rates_D: Tensor, seed: int, stride: int,
 ) -> Tensor:  # fmt: skip
     """Return the path to a deepest candidate, cut where a test with the rate of its depth fails, as
     `Cycle.host_result_BX` (`eyas_lab.bench.simulate`)."""
-    inputs = (tokens_BN, parents_BN, acceptable_BN, depth_BN, position_B, bonus_B, has_nan_B, rates_D, seed, stride)
-    cycle_kernels().given_path(*inputs, columns := _empty_path(*inputs))
-    return columns
-
-
-@given_path.register_fake
-def _empty_path(
-    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
-    rates_D: Tensor, seed: int, stride: int,
-) -> Tensor:  # fmt: skip
     return tokens_BN.new_empty(tokens_BN.shape[0], 5 + 2 * rates_D.shape[0])
 
 
-@torch.library.custom_op("eyas::filtered", mutates_args=())
+@operator("score")
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Steps 6 to 9 of `core.sampling.apply_sampling`: float32 scores, -inf for excluded tokens."""
-    score_kernels().filtered(
-        logits, temperature, top_k, top_p, min_p, scores := _empty_scores(logits, temperature, top_k, top_p, min_p)
-    )
-    return scores
-
-
-@filtered.register_fake
-def _empty_scores(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("eyas::commit", mutates_args=("store",))
+@operator("cycle", changes=("store",))
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """See `core.cache.commit_path`."""
-    cycle_kernels().commit(store, length_B, path_BP)
-
-
-@commit.register_fake
-def _no_commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     return
 
 
-@torch.library.custom_op("eyas::best_children", mutates_args=())
+def _best_children(logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, *rest: Any) -> None:
+    *settings, _, index, log_q, log_confidence = rest
+    ids = seed_B if ids_v is None else ids_v  # a kernel needs some tensor there
+    _ops.kernels("growth").best_children(
+        logits_BQv, ids, ids_v is not None, seed_B, *settings, index, log_q, log_confidence
+    )
+
+
+@operator(_best_children)
 def best_children(
     logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
     confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the best `branch` tokens of each node, [B, Q, K]: indices in the draft vocabulary, log
     q, log of the confidence."""
-    rest = (seed_B, greedy_B, position_B, level, temperature, confidence_temperature, noisy, coupled)
-    outputs = _empty_children(logits_BQv, ids_v, *rest, branch)
-    ids = seed_B if ids_v is None else ids_v  # a kernel needs some tensor there
-    growth_kernels().best_children(logits_BQv, ids, ids_v is not None, *rest, *outputs)
-    return outputs
-
-
-@best_children.register_fake
-def _empty_children(
-    logits_BQv: Tensor, ids_v: Tensor | None, seed_B: Tensor, greedy_B: Tensor, position_B: Tensor, level: int, temperature: float,
-    confidence_temperature: float, noisy: bool, coupled: bool, branch: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (*logits_BQv.shape[:2], branch)
     floats = [logits_BQv.new_empty(shape, dtype=torch.float32) for _ in range(2)]
     return logits_BQv.new_empty(shape, dtype=torch.int64), floats[0], floats[1]
 
 
-@torch.library.custom_op("eyas::grow_step", mutates_args=("tokens_BX", "log_q_BX", "value_BX", "parents_BX"))
+def _grow_step(*x: Any) -> None:
+    children, ids_v, level, tree, (root_tokens_B, *settings), results = x[:3], x[3], x[4:7], x[7:11], x[11:15], x[15:]
+    _ops.kernels("growth").step(
+        children,
+        root_tokens_B if ids_v is None else ids_v,
+        ids_v is not None,
+        level,
+        tree,
+        root_tokens_B,
+        *settings,
+        results,
+    )
+
+
+@operator(_grow_step, changes=("tokens_BX", "log_q_BX", "value_BX", "parents_BX"))
 def grow_step(
     index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
     visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, root_tokens_B: Tensor,
@@ -177,60 +130,25 @@ def grow_step(
         The next level's K nodes: tokens, values, numbers, which of the Q nodes their parents are
         (all [B, K]), and masks [B, K, T + K].
     """
-    outputs = _empty_level(
-        index_BQK, log_q_BQK, log_confidence_BQK, ids_v, value_BQ, number_BQ, visible_BQT,
-        tokens_BX, log_q_BX, value_BX, parents_BX, root_tokens_B,
-        first, log_stop, by_value,
-    )  # fmt: skip
-    growth_kernels().step(
-        (index_BQK, log_q_BQK, log_confidence_BQK), root_tokens_B if ids_v is None else ids_v, ids_v is not None,
-        (value_BQ, number_BQ, visible_BQT),
-        (tokens_BX, log_q_BX, value_BX, parents_BX), root_tokens_B, first, log_stop, by_value, outputs,
-    )  # fmt: skip
-    return outputs
-
-
-@grow_step.register_fake
-def _empty_level(
-    index_BQK: Tensor, log_q_BQK: Tensor, log_confidence_BQK: Tensor, ids_v: Tensor | None, value_BQ: Tensor, number_BQ: Tensor,
-    visible_BQT: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, root_tokens_B: Tensor,
-    first: int, log_stop: float, by_value: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, _, K = index_BQK.shape
     token, number, parent = (index_BQK.new_empty(B, K) for _ in range(3))
     seen = visible_BQT.new_empty(B, K, visible_BQT.shape[2] + K)
     return token, log_q_BQK.new_empty(B, K), number, parent, seen
 
 
-@torch.library.custom_op("eyas::keep_best", mutates_args=())
+@operator(lambda value_BX, _, keep: _ops.kernels("growth").keep_best(value_BX, keep))
 def keep_best(value_BX: Tensor, most: int) -> Tensor:
     """Return the numbers [B, most] of the drafted nodes of the highest values, ascending; ties go
     to the earlier node. The root is not one."""
-    keep = _empty_kept(value_BX, most)
-    growth_kernels().keep_best(value_BX, keep)
-    return keep
-
-
-@keep_best.register_fake
-def _empty_kept(value_BX: Tensor, most: int) -> Tensor:
     return value_BX.new_empty(value_BX.shape[0], most, dtype=torch.int64)
 
 
-@torch.library.custom_op("eyas::build_tree", mutates_args=())
+@operator(lambda selected, *x: _ops.kernels("growth").build(selected, x[:4], x[4], x[5:]))
 def build_tree(
     selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the tree of the root and the kept nodes: tokens, log q, values, parents, candidates,
     depths [B, N], mask [B, N, N]."""
-    outputs = _empty_tree(selected_BM, tokens_BX, log_q_BX, value_BX, parents_BX, depth)
-    growth_kernels().build(selected_BM, (tokens_BX, log_q_BX, value_BX, parents_BX), depth, outputs)
-    return outputs
-
-
-@build_tree.register_fake
-def _empty_tree(
-    selected_BM: Tensor, tokens_BX: Tensor, log_q_BX: Tensor, value_BX: Tensor, parents_BX: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, N = selected_BM.shape[0], selected_BM.shape[1] + 1
     tokens, parents, depths = (selected_BM.new_empty(B, N) for _ in range(3))
     log_q, values = (value_BX.new_empty(B, N) for _ in range(2))

@@ -7,9 +7,11 @@ through them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from torch import Tensor
 from eyas.gpu import _reference
 
 __all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
@@ -36,16 +41,40 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
-def attention_kernels() -> ModuleType:
-    from eyas.gpu import _attention_kernels
+def kernels(name: str) -> ModuleType:
+    """Return the module of Triton kernels with this name. It can be imported on a GPU only."""
+    return import_module(f"eyas.gpu._{name}_kernels")
 
-    return _attention_kernels
 
+def operator(
+    run: str | Callable[..., None], cpu: Callable[..., Any] | None = None, changes: Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make an operator of torch of a function that returns the operator's results, not yet filled.
 
-def layer_kernels() -> ModuleType:
-    from eyas.gpu import _layer_kernels
+    Args:
+        run: fills the results. It is called with the operator's arguments and then with the results. Or the name
+            of the module (`kernels`) that has a function of the operator's name for this.
+        cpu: returns the results on a CPU; None: `run` does it there, too.
+        changes: the names of arguments that are written to.
+    """
 
-    return _layer_kernels
+    def decorate(empty: Callable[P, R]) -> Callable[P, R]:
+        name = empty.__name__.lstrip("_")
+
+        def compute(*arguments: Any) -> Any:
+            results: Any = cast(Any, empty)(*arguments)
+            fill = getattr(kernels(run), name) if isinstance(run, str) else run
+            fill(*arguments, *(results if isinstance(results, tuple) else () if results is None else (results,)))
+            return results
+
+        schema = torch.library.infer_schema(empty, mutates_args=changes)
+        made: Any = torch.library.custom_op(f"eyas::{name}", compute, mutates_args=changes, schema=schema)
+        made.register_fake(empty)
+        if cpu is not None:
+            made.register_kernel("cpu")(cpu)
+        return cast(Callable[P, R], made)
+
+    return decorate
 
 
 def attention(
@@ -81,18 +110,13 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@torch.library.custom_op("eyas::attention_parts", mutates_args=())
+def _whole(*arguments: Any) -> Tensor:
+    parts, lse = _reference.attention_parts(*arguments, splits=1)
+    return _reference.attention_combine(parts, lse, arguments[0].dtype)
+
+
+@operator(lambda *x: kernels("attention").parts(*x[:-3], *x[-2:]), _reference.attention_parts)
 def _attention_parts(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
-    scale: float, window: int, sink: int, splits: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, lse = _empty_parts(q, key, value, length, visible, position, scale, window, sink, splits)
-    attention_kernels().parts(q, key, value, length, visible, position, scale, window, sink, out, lse)
-    return out, lse
-
-
-@_attention_parts.register_fake
-def _empty_parts(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
     scale: float, window: int, sink: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -100,98 +124,54 @@ def _empty_parts(
     return out_SRQHh, out_SRQHh.new_empty(out_SRQHh.shape[:4])
 
 
-@torch.library.custom_op("eyas::attention_combine", mutates_args=())
+@operator(
+    lambda parts, lse, _, out: kernels("attention").combine(parts, lse, out),
+    lambda parts, lse, like: _reference.attention_combine(parts, lse, like.dtype),
+)
 def _attention_combine(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
-    out = _empty_combined(parts, lse, like)
-    attention_kernels().combine(parts, lse, out)
-    return out
-
-
-@_attention_combine.register_fake
-def _empty_combined(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
     return like.new_empty(like.shape)
 
 
-@torch.library.custom_op("eyas::attention_whole", mutates_args=())
+@operator(lambda *x: kernels("attention").parts(*x[:-1], x[-1][None], None), _whole)
 def _attention_whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
-) -> Tensor:  # fmt: skip
-    out = q.new_empty(q.shape)
-    attention_kernels().parts(q, key, value, length, visible, position, scale, window, sink, out[None], None)
-    return out
-
-
-@_attention_whole.register_fake
-def _empty_whole(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("eyas::add_norm", mutates_args=())
+@operator("layer", _reference.add_norm)
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    summed, normed = _empty_normed(x, residual, weight, eps)
-    layer_kernels().add_norm(x, residual, weight, eps, summed, normed)
-    return summed, normed
-
-
-@add_norm.register_fake
-def _empty_normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.custom_op("eyas::rms_norm", mutates_args=())
+@operator(
+    lambda x, weight, eps, normed: kernels("layer").add_norm(x, None, weight, eps, None, normed), _reference.rms_norm
+)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    layer_kernels().add_norm(x, None, weight, eps, None, normed := x.new_empty(x.shape))
-    return normed
-
-
-@rms_norm.register_fake
-def _empty_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("eyas::join_norms", mutates_args=())
+@operator("layer", _reference.join_norms)
 def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
-    out = _empty_joined(a, b, weight_a, weight_b, eps)
-    layer_kernels().join_norms(a, b, weight_a, weight_b, eps, out)
-    return out
-
-
-@join_norms.register_fake
-def _empty_joined(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
     return a.new_empty((*a.shape[:-1], 2 * a.shape[-1]))
 
 
-@torch.library.custom_op("eyas::quantise", mutates_args=())
+def _quantise(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    if available(x.device):
+        kernels("layer").quantise(x, out, scale)
+        return
+    for empty, filled in zip((out, scale), _reference.quantise(x), strict=True):
+        empty.copy_(filled)
+
+
+@operator(_quantise, _reference.quantise)
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    if not available(x.device):
-        return _reference.quantise(x)
-    out, scale = _empty_quantised(x)
-    layer_kernels().quantise(x, out, scale)
-    return out, scale
-
-
-@quantise.register_fake
-def _empty_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     tokens = x.numel() // x.shape[-1]
     return x.new_empty((tokens, x.shape[-1]), dtype=torch.float8_e4m3fn), x.new_empty((tokens, 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("eyas::rotate_and_store", mutates_args=("key", "value", "unrotated"))
+@operator("layer", _reference.rotate_and_store, ("key", "value", "unrotated"))
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, position: Tensor, length: Tensor, first: int,
-    key: Tensor, value: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, unrotated: Tensor | None,
-) -> Tensor:  # fmt: skip
-    out = _empty_rotated(q, k, v, cosine, sine, position, length, first, key, value, q_norm, k_norm, eps, unrotated)
-    layer_kernels().rotate_and_store(
-        q, k, v, cosine, sine, position, length, first, key, value, q_norm, k_norm, eps, unrotated, out
-    )  # fmt: skip
-    return out
-
-
-@rotate_and_store.register_fake
-def _empty_rotated(
     q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, position: Tensor, length: Tensor, first: int,
     key: Tensor, value: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, unrotated: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -199,35 +179,6 @@ def _empty_rotated(
     return q.new_empty((*q.shape[:2], q.shape[2] // h, h))
 
 
-@torch.library.custom_op("eyas::swiglu", mutates_args=())
+@operator("layer", _reference.swiglu)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    out = _empty_gated(gate, up)
-    layer_kernels().swiglu(gate, up, out)
-    return out
-
-
-@swiglu.register_fake
-def _empty_gated(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
-
-
-def _on_cpu(operator: Any, function: Any) -> None:
-    operator.register_kernel("cpu")(function)
-
-
-def _whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
-) -> Tensor:  # fmt: skip
-    parts, lse = _reference.attention_parts(q, key, value, length, visible, position, scale, window, sink, 1)
-    return _reference.attention_combine(parts, lse, q.dtype)
-
-
-_on_cpu(_attention_parts, _reference.attention_parts)
-_on_cpu(_attention_combine, lambda parts, lse, like: _reference.attention_combine(parts, lse, like.dtype))
-_on_cpu(_attention_whole, _whole)
-_on_cpu(add_norm, _reference.add_norm)
-_on_cpu(rms_norm, _reference.rms_norm)
-_on_cpu(join_norms, _reference.join_norms)
-_on_cpu(quantise, _reference.quantise)
-_on_cpu(rotate_and_store, _reference.rotate_and_store)
-_on_cpu(swiglu, _reference.swiglu)

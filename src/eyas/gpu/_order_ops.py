@@ -11,21 +11,16 @@ The torch versions give these numbers with torch's own orders. Not yet run on a 
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.gpu import _ops
+from eyas.gpu._ops import operator
+
 __all__ = ["fixed_attention", "fixed_product", "paths"]
 
 PART_KEYS = 512  # positions of a part
-
-
-def order_kernels() -> ModuleType:
-    from eyas.gpu import _order_kernels
-
-    return _order_kernels
 
 
 def paths(visible_RQT: Tensor, depth_RT: Tensor) -> Tensor:
@@ -36,55 +31,27 @@ def paths(visible_RQT: Tensor, depth_RT: Tensor) -> Tensor:
     return torch.full((R, Q, T + 1), -1, device=depth_RT.device).scatter(2, depth_RQT, node_RQT)[..., :T].contiguous()
 
 
-@torch.library.custom_op("eyas::fixed_product", mutates_args=())
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    _ops.kernels("order").product(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]))
+
+
+@operator(_product, F.linear)
 def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [..., I] times the weights [O, I], plus the bias [O]."""
-    out = _empty_product(x, weight, bias)
-    order_kernels().product(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]))
-    return out
-
-
-@fixed_product.register_fake
-def _empty_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-@torch.library.custom_op("eyas::fixed_attention", mutates_args=())
-def fixed_attention(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, path: Tensor, depth: Tensor, scale: float, window: int
-) -> Tensor:
-    """Attention [R, Q, H, h] of nodes to the committed slots of their rows and to their ancestors.
-
-    Args:
-        q, key, value: [R, Q, H, h]; [R, K, W, h], a slot each.
-        length: int64 [R]; committed slots, each of which is its position.
-        path: see `paths`.
-        depth: int64 [R, Q]; of the new nodes below the committed tokens.
-        window: positions that a node sees, itself included; 0: all.
-    """
+def _attention(
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, path: Tensor, depth: Tensor, scale: float, window: int, out: Tensor
+) -> None:  # fmt: skip
     count = -(-key.shape[2] // PART_KEYS)
     parts_SRQHh = q.new_empty((count, *q.shape), dtype=torch.float32)
     lse_SRQH = parts_SRQHh.new_empty(parts_SRQHh.shape[:4])
     depth = depth.contiguous()
-    order_kernels().parts(q, key, value, length, path, depth, scale, window, PART_KEYS, parts_SRQHh, lse_SRQH)
-    out = _empty_attention(q, key, value, length, path, depth, scale, window)
-    order_kernels().combine(parts_SRQHh, lse_SRQH, out)
-    return out
+    _ops.kernels("order").parts(q, key, value, length, path, depth, scale, window, PART_KEYS, parts_SRQHh, lse_SRQH)
+    _ops.kernels("order").combine(parts_SRQHh, lse_SRQH, out)
 
 
-@fixed_attention.register_fake
-def _empty_attention(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, path: Tensor, depth: Tensor, scale: float, window: int
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-@fixed_product.register_kernel("cpu")
-def _product_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-@fixed_attention.register_kernel("cpu")
 def _attention_by_torch(
     q_RQHh: Tensor, key_RKWh: Tensor, value_RKWh: Tensor, length_R: Tensor, path_RQT: Tensor, depth_RQ: Tensor, scale: float,
     window: int,
@@ -105,3 +72,19 @@ def _attention_by_torch(
     # slots that nobody has written to may hold NaN, which a weight of zero would keep
     value = value.masked_fill(~seen_RQP[:, None, ..., None], 0.0)
     return torch.einsum("rkqgp,rkqph->rqkgh", weight, value).reshape(R, Q, H, h).to(q_RQHh.dtype)
+
+
+@operator(_attention, _attention_by_torch)
+def fixed_attention(
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, path: Tensor, depth: Tensor, scale: float, window: int
+) -> Tensor:
+    """Attention [R, Q, H, h] of nodes to the committed slots of their rows and to their ancestors.
+
+    Args:
+        q, key, value: [R, Q, H, h]; [R, K, W, h], a slot each.
+        length: int64 [R]; committed slots, each of which is its position.
+        path: see `paths`.
+        depth: int64 [R, Q]; of the new nodes below the committed tokens.
+        window: positions that a node sees, itself included; 0: all.
+    """
+    return q.new_empty(q.shape)

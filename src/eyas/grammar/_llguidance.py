@@ -85,7 +85,7 @@ class _Tokens:
         self.eos_token_id = vocabulary.end
         self.bos_token_id = None
         self.tokens = [text or b"<no text %d>" % token for token, text in enumerate(vocabulary.texts)]
-        self.special_token_ids = vocabulary.without_text
+        self.special_token_ids = [token for token, text in enumerate(vocabulary.texts) if not text]
         self._vocabulary = vocabulary
 
     def __call__(self, text: bytes | str) -> list[int]:

@@ -128,10 +128,6 @@ def without_annotations(schema: Any) -> Any:
     return kept
 
 
-def _regex(value: Any) -> Structure:
-    return Structure("regex", _text("regex", value))
-
-
 def _grammar(value: Any) -> Structure:
     text = _text("grammar", value)
     return Structure("ebnf" if "::=" in text else "lark", text)
@@ -146,7 +142,12 @@ def _choice(value: Any) -> Structure:
     return Structure("regex", "|".join(map(_escape, dict.fromkeys(texts))))
 
 
-_READERS = {"response_format": _response_format, "regex": _regex, "grammar": _grammar, "choice": _choice}
+_READERS = {
+    "response_format": _response_format,
+    "regex": lambda value: Structure("regex", _text("regex", value)),
+    "grammar": _grammar,
+    "choice": _choice,
+}
 
 
 def _escape(text: str) -> str:

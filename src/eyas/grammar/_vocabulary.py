@@ -11,7 +11,6 @@ any end-of-sequence ids, and none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,11 +45,6 @@ class Vocabulary:
         self.size = self.end = size
         self.texts: list[bytes | None] = [*token_bytes(tokenizer, size), None]
         self.words = (size + 1 + 31) // 32
-
-    @cached_property
-    def without_text(self) -> list[int]:
-        """The ids without text: special tokens, ids that the tokenizer does not have, and `end`."""
-        return [token for token, text in enumerate(self.texts) if not text]
 
     def allowed(self, bits_NW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.

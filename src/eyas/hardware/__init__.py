@@ -22,7 +22,6 @@ __all__ = [
     "cpu",
     "cpu_name",
     "load_per_core",
-    "multiplies_bfloat16",
     "versions",
 ]
 
@@ -74,11 +73,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             numbers[name] = "missing"
     return numbers | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether torch multiplies bfloat16 matrices on this CPU."""
-    return bfloat16_gain() > 0
 
 
 @cache

@@ -1,10 +1,8 @@
-"""The machine that numbers come from: its description (the machine card), and whether other
-processes used it meanwhile.
+"""Whether other processes used the machine that numbers come from.
 
     before = snapshot()
     ...                                             the measurement
     busy(used(before), threads)                     a warning, or None
-    card(before, dtype="float32", device="cpu")     the description that accompanies every number
 
 CPU time of others: that of the cores which this process may use, less that of this process and its
 children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no
@@ -14,20 +12,14 @@ model, no task and no metric.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
-import torch
 
-from eyas.hardware import command_output, cpu_name, versions
+__all__ = ["Snapshot", "Used", "busy", "cores", "snapshot", "used"]
 
-__all__ = ["Snapshot", "Used", "busy", "card", "commit", "cores", "gpus", "snapshot", "used"]
-
-CLONE = Path(__file__).parents[3]  # where .git is, if eyas runs from a clone
 MUCH = 0.1  # share of the cores that others may use without a warning
 SHORTEST_SECONDS = 0.5  # the system counts CPU time in hundredths of a second: shorter stretches say nothing
 IDLE = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user time already
@@ -84,63 +76,11 @@ def busy(meanwhile: Used, threads: int) -> str | None:
     return f"{took}, in addition to {ours}: the times are too long, measure again when the machine is idle"
 
 
-def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
-    """Return the machine as JSON; what is unknown is None.
-
-    Args:
-        before: the snapshot of the measurement's beginning, for the load then and now.
-        dtype, device: the target's, in torch's names.
-    """
-    memory = psutil.virtual_memory()
-    return {
-        "cpu": cpu_name(),
-        "cores": len(cores()),
-        "physical_cores": psutil.cpu_count(logical=False),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": memory.total,
-        "gpus": gpus(),
-        "os": f"{platform.system()} {platform.release()}",
-        "architecture": platform.machine(),
-        "device": device,
-        "dtype": dtype,
-        "versions": versions(),
-        "commit": commit(),
-        "load_before": before.load if before else None,
-        "load_after": snapshot().load,
-    }
-
-
 def cores() -> list[int]:
     """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs that torch sees: name, memory_bytes and driver."""
-    if torch.cuda.is_available():
-        driver = (
-            command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
-        ).splitlines()
-        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return [
-            {"name": p.name, "memory_bytes": p.total_memory, "driver": driver[0] if driver else None}
-            for p in properties
-        ]
-    if torch.backends.mps.is_available():
-        return [{"name": "Apple GPU", "memory_bytes": psutil.virtual_memory().total, "driver": None}]
-    return []
-
-
-def commit(clone: Path = CLONE) -> str | None:
-    """Return the commit of the clone that eyas runs from, with a + when tracked files were changed
-    since; None if it is not a clone."""
-    if not (clone / ".git").exists():
-        return None
-    at = command_output("git", "-C", str(clone), "rev-parse", "HEAD")
-    changed = command_output("git", "-C", str(clone), "status", "--porcelain", "--untracked-files=no")
-    return f"{at}{'+' if changed else ''}" if at else None
 
 
 def _all_seconds() -> float | None:

@@ -4,18 +4,18 @@
     eyas.attach(model, draft=...)               afterwards `model.generate`, pipelines and lm-eval work as before
     model.generate(**inputs, custom_generate="path/or/hub-id", trust_remote_code=True)      by a head's own folder
 
-custom.py      what transformers calls instead of its own loop      attachment.py `attach` and `detach`
-sampling.py    its processors as the engine's sampling              folder.py     `custom_generate/` in a head's folder
-inputs.py      its padded batches as prompts                        models.py     the LLMs and the lock of each model
+custom.py      what transformers calls instead of its own loop
+attachment.py  `attach`, `detach`, and `custom_generate/` in a head's folder
+sampling.py    its padded batches as prompts, its processors as the engine's sampling
 loop.py        tokens of all rows in step, for criteria and streamers
-refusals.py    what cannot be kept, by name                         caller.py     arguments that transformers drops
+models.py      the LLMs and the lock of each model
+refusals.py    what cannot be kept, by name
 
 transformers prepares everything as always: the generation config, the processors, the stopping
 criteria. Only its decoding loop is replaced.
 """
 
-from eyas.hooks.attachment import Attachment, attach, detach
+from eyas.hooks.attachment import Attachment, attach, detach, generate_by_folder, write_custom_generate
 from eyas.hooks.custom import CustomGenerate, hf
-from eyas.hooks.folder import generate_by_folder, write_custom_generate
 
 __all__ = ["Attachment", "CustomGenerate", "attach", "detach", "generate_by_folder", "hf", "write_custom_generate"]

@@ -3,28 +3,49 @@
 Two attributes of the instance are set: `generate`, as transformers does itself for repositories
 with a `custom_generate` folder, and `_eyas`, which holds what eyas keeps for the model (models.py).
 `detach` removes both. The class, the weights, the configuration and the forward stay as they are.
+
+With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`:
+
+    model.generate(**inputs, custom_generate="path/or/hub-id", trust_remote_code=True)
+
+transformers reads two files there: `generate.py`, which it runs, and `requirements.txt`, which it
+checks and does not install.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from functools import wraps
+from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any, cast
 
 from transformers import PreTrainedModel
 
+from eyas import __version__
 from eyas.api import Stats
 from eyas.core.target import turn_of
-from eyas.errors import ModelError
-from eyas.hooks.custom import CustomGenerate, hf
+from eyas.errors import InputError, ModelError, OptionError
+from eyas.files import write_text
+from eyas.hooks.custom import CustomGenerate, arguments_of_generate, hf, with_stop_strings
 from eyas.hooks.models import forget, llm_for
 from eyas.hooks.refusals import refused
 
-__all__ = ["Attachment", "attach", "detach", "generate_with"]
+__all__ = ["Attachment", "attach", "detach", "generate_by_folder", "write_custom_generate"]
 
 MARK = "eyas_custom_generate"  # attribute of our function that replaces `generate`
+GENERATE = '''\
+"""Lets eyas decode with this draft head: model.generate(..., custom_generate="this repository", trust_remote_code=True)."""
+
+from eyas.hooks import generate_by_folder
+
+
+def generate(model, **arguments):
+    """Do what the model's own generate does, decoded by eyas."""
+    return generate_by_folder(model, **arguments)
+'''
+REQUIREMENTS = f"eyas>={__version__}\n"
+OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # options of eyas, which generate does not have
 
 
 def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None, **options: Any) -> Attachment:
@@ -114,36 +135,58 @@ def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
         arguments |= arguments.pop("kwargs", {})
         if arguments.get("custom_generate") is not None:  # the caller asks for something else
             return kind.generate(self, **arguments)
-        return generate_with(self, custom, arguments)
+        return _generate_with(self, custom, arguments)
 
     setattr(generate, MARK, custom)
     return generate
 
 
-def generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dict[str, Any]) -> Any:
+def _generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dict[str, Any]) -> Any:
     """Call the model's `generate` with these arguments, decoded by `custom`; returns its result."""
     if arguments.get("cache_implementation") == "paged":
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
-    one, kind = custom.with_arguments(_carry(model, arguments)), cast(Any, type(model))
-    try:
-        return kind.generate(model, **{**arguments, "custom_generate": one})
-    finally:
-        custom.stats = one.stats
-
-
-def _carry(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the arguments what transformers would not hand on: the streamer, and stop strings
-    with their tokenizer."""
-    carried = {"streamer": arguments.pop("streamer")} if arguments.get("streamer") is not None else {}
-    tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
-    strings = (
-        arguments.get("stop_strings") or getattr(config, "stop_strings", None) or model.generation_config.stop_strings
-    )
-    if tokenizer is None or not strings:
-        return carried
-    if config is not None and config.stop_strings:
-        arguments["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
-    if "stop_strings" in arguments or model.generation_config.stop_strings:
+    configs = [config for config in (arguments.get("generation_config"), model.generation_config) if config is not None]
+    strings = arguments.get("stop_strings") or next(filter(None, (config.stop_strings for config in configs)), None)
+    if strings and (tokenizer := arguments.get("tokenizer")) is not None:
+        arguments["stopping_criteria"] = with_stop_strings(arguments.get("stopping_criteria") or (), tokenizer, strings)
         arguments["stop_strings"] = None
-    return carried | {"tokenizer": tokenizer, "stop_strings": strings}
+    return cast(Any, type(model)).generate(model, **{**arguments, "custom_generate": custom})
+
+
+# --- by the folder of a head ----------------------------------------------------------------------
+
+
+def write_custom_generate(folder: str | Path) -> Path:
+    """Write `custom_generate/generate.py` and its requirements into the folder of a draft head;
+    returns `custom_generate`.
+
+    Raises:
+        InputError: there is no draft head.
+    """
+    head = Path(folder).expanduser()
+    if not (head / "config.json").is_file():
+        raise InputError(f"{head} holds no draft head: there is no config.json")
+    inner = head / "custom_generate"
+    inner.mkdir(exist_ok=True)
+    write_text(inner / "generate.py", GENERATE)
+    write_text(inner / "requirements.txt", REQUIREMENTS)
+    return inner
+
+
+def generate_by_folder(model: PreTrainedModel, **arguments: Any) -> Any:
+    """Decode with the head whose folder or hub id was given to `generate` as `custom_generate`.
+
+    Args:
+        arguments: as for `generate`; among them may be `method`, `tree`, `kernels`, `draft_with`
+            and `batch_size` of eyas.
+
+    Raises:
+        OptionError: it was not called by `model.generate(..., custom_generate=...)`.
+    """
+    head = arguments_of_generate().get("custom_generate")
+    if not isinstance(head, str):
+        raise OptionError(
+            'this is for model.generate(..., custom_generate="folder of the head"); from elsewhere use eyas.hf(draft=...)'
+        )
+    options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+    return _generate_with(model, hf(head, **options), arguments)

@@ -1,10 +1,17 @@
 """`eyas.hf(...)`: the object that `model.generate(..., custom_generate=...)` calls instead of its
-own decoding loop."""
+own decoding loop.
+
+With an object as `custom_generate`, transformers 5.17 to 5.23 drop `streamer`, `assistant_model`
+and `synced_gpus` without a word; with a folder it does not say which one. They are local variables
+of the `generate` that is calling, where `arguments_of_generate` looks. Nothing is changed there. If
+that function has another name one day, nothing is found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +20,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -22,14 +30,15 @@ from eyas.api import Stats
 from eyas.arguments import whole_number
 from eyas.core.target import turn_of
 from eyas.errors import InputError, OptionError
-from eyas.hooks.caller import arguments_of_generate
-from eyas.hooks.inputs import Batch
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.models import Settings, llm_for
 from eyas.hooks.refusals import check_call, media_of
-from eyas.hooks.sampling import Distribution
+from eyas.hooks.sampling import Batch, Distribution
 
-__all__ = ["CustomGenerate", "hf"]
+__all__ = ["CustomGenerate", "arguments_of_generate", "hf", "with_stop_strings"]
+
+MODULE = "transformers.generation.utils"
+FRAMES = 6  # between its `generate` and the code that asks, at most
 
 
 def hf(
@@ -100,9 +109,12 @@ class CustomGenerate:
         Raises:
             EyasError: something that eyas cannot keep, by name; a model or a head that cannot be served.
         """
+        self.stats = ()
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
-        criteria = self._criteria(stopping_criteria)
+        criteria = stopping_criteria
+        if self.stop_strings is not None:
+            criteria = with_stop_strings(stopping_criteria, self.tokenizer, self.stop_strings)
         media = media_of(model, model_kwargs)
         batch = Batch.from_call(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), media)
         with turn_of(model):
@@ -119,13 +131,6 @@ class CustomGenerate:
             streamer.end()
         return _output(lockstep, generation_config)
 
-    def _criteria(self, prepared: StoppingCriteriaList) -> StoppingCriteriaList:
-        if self.stop_strings is None:
-            return prepared
-        assert self.tokenizer is not None
-        strings = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
-        return StoppingCriteriaList([*prepared, StopStringCriteria(self.tokenizer, strings)])
-
     def _streamer(self, given: Any, input_ids: Tensor) -> Any:
         """Return the streamer. Show the prompt to our own one, as transformers does to its streamer."""
         if given is not None and self.streamer is not None:
@@ -134,9 +139,26 @@ class CustomGenerate:
             self.streamer.put(input_ids.cpu())
         return given if given is not None else self.streamer
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> CustomGenerate:
-        """Return these settings for one call, which has its own streamer, tokenizer or stop strings."""
-        return replace(self, stats=(), **arguments)
+
+def arguments_of_generate() -> Mapping[str, Any]:
+    """Return the local variables of the `generate` of transformers that has called the present
+    function; empty without one."""
+    frame = sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == MODULE:
+            return dict(frame.f_locals)
+    return {}
+
+
+def with_stop_strings(
+    criteria: Iterable[StoppingCriteria], tokenizer: Any, strings: str | Sequence[str]
+) -> StoppingCriteriaList:
+    """Return the criteria with one for stop strings, which transformers makes only where it has their tokenizer."""
+    listed = [strings] if isinstance(strings, str) else list(strings)
+    return StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, listed)])
 
 
 def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from eyas.errors import ModelError, OptionError
 from eyas.targets.media import describes_media, tells_nothing
 
-__all__ = ["check_call", "check_processors", "media_of", "refused"]
+__all__ = ["check_call", "media_of", "refused"]
 
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
@@ -58,7 +58,10 @@ def check_call(
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
-    _check_mode(config, given.get("assistant_model"))
+    mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))
+    if mode not in ("greedy_search", "sample"):
+        reason = next((text for part, text in MODES.items() if part in mode), mode)
+        raise OptionError(f"{reason}; {WAY_OUT}")
     for name, why in SETTINGS.items():
         if getattr(config, name, None):
             raise refused(name, why)
@@ -94,23 +97,9 @@ def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> No
         raise refused(min(media), "prompts with images are read one by one, and this batch has several rows")
 
 
-def _check_mode(config: GenerationConfig, assistant: Any) -> None:
-    mode = str(getattr(config.get_generation_mode(assistant), "value", ""))
-    if mode not in ("greedy_search", "sample"):
-        reason = next((text for part, text in MODES.items() if part in mode), mode)
-        raise OptionError(f"{reason}; {WAY_OUT}")
-
-
 def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
     """Raise OptionError for a cache that the caller has handed in."""
     own = (given.get("kwargs") or {}).get("past_key_values")
     filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
     if own is not None or filled or getattr(cache, "_is_user_defined", False):
         raise refused("past_key_values", "eyas keeps keys and values in a cache of its own")
-
-
-def check_processors(processors: LogitsProcessorList) -> None:
-    """Raise OptionError for a processor that runs the model itself."""
-    for processor in processors:
-        if "ClassifierFreeGuidance" in type(processor).__name__:
-            raise refused("guidance_scale", "it runs the model a second time, on a text of its own")

@@ -83,7 +83,8 @@ def outcome() -> ctypes.CDLL | str:
     try:
         target_flags = _target_flags(os.environ.get("EYAS_KERNELS_ISA") or NATIVE)
         folder = _private_folder()
-        return _load(folder, os.environ.get("CXX") or _default_compiler(), target_flags)
+        found = [name for name in ("g++", "clang++", "c++") if shutil.which(name)]
+        return _load(folder, os.environ.get("CXX") or next(iter(found), ""), target_flags)
     except (UnavailableError, OSError) as error:
         log.warning("eyas runs slower, without its compiled kernels: %s", error)
         return one_line(error)
@@ -161,23 +162,15 @@ def _build_lock(folder: Path) -> Iterator[None]:
 # --- compiling ---------------------------------------------------------------------------------------
 
 
-def _default_compiler() -> str:
-    """Return the first C++ compiler on the PATH; empty if there is none."""
-    return next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
-
-
 def _key(compiler: str, target_flags: tuple[str, ...]) -> str:
     """Return a hash of everything that the library depends on. No program is run for it: it is needed at every
     start."""
     programs = [path for word in compiler.split() if (path := shutil.which(word))]
     identities = [(os.path.realpath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in programs]
-    sources = [(path.name, path.read_text(encoding="utf-8")) for path in _source_files()]
+    files = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
+    sources = [(path.name, path.read_text(encoding="utf-8")) for path in files]
     parts = (sources, FLAGS, target_flags, OPENMP, compiler, identities, platform.machine(), _processor())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _source_files() -> list[Path]:
-    return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def _processor() -> list[str]:

@@ -112,22 +112,13 @@ class Grown:
 
     def spread(self, row_R: Tensor, root_tokens_B: Tensor) -> Grown:
         """Return the trees of B rows: these R ones, and in the other rows the root alone."""
-        B, N = len(root_tokens_B), self.tokens_BN.shape[1]
-        first_1N = torch.arange(N, device="cpu")[None] == 0
-        first_1X = torch.arange(self.drafted_value_BX.shape[1], device="cpu")[None] == 0
-        roots = Grown(
-            tokens_BN=root_tokens_B[:, None].expand(B, N),
-            parents_BN=-first_1N.long().expand(B, N),
-            depth_BN=longs(B, N).zero_(),
-            log_q_BN=floats(B, N).zero_(),
-            value_BN=floats(B, N).zero_(),
-            acceptable_BN=first_1N.expand(B, N),
-            mask_BNN=torch.eye(N, dtype=torch.bool, device="cpu").expand(B, N, N),
-            drafted_parents_BX=-first_1X.long().expand(B, -1),
-            drafted_value_BX=floats(B, first_1X.shape[1]).zero_(),
-        )
-        names = [field.name for field in fields(self)]
-        return Grown(**{name: getattr(roots, name).index_copy(0, row_R, getattr(self, name)) for name in names})
+        roots = Grown.empty(len(root_tokens_B), self.tokens_BN.shape[1], self.drafted_value_BX.shape[1] - 1)
+        spread = {field.name: getattr(roots, field.name).zero_() for field in fields(self)}
+        roots.tokens_BN[:] = root_tokens_B[:, None]
+        roots.parents_BN[:, 0] = roots.drafted_parents_BX[:, 0] = -1
+        roots.acceptable_BN[:, 0] = True
+        roots.mask_BNN.diagonal(dim1=1, dim2=2).fill_(True)
+        return Grown(**{name: value.index_copy_(0, row_R, getattr(self, name)) for name, value in spread.items()})
 
 
 @dataclass(frozen=True)

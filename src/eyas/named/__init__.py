@@ -25,7 +25,6 @@ __all__ = [
     "NamedModel",
     "find",
     "fitting_heads",
-    "is_name",
     "left_out",
     "listed_heads",
     "models",
@@ -75,11 +74,6 @@ def find(target: Any) -> NamedModel | None:
     if not isinstance(target, str) or Path(target).is_dir():
         return None
     return next((model for model in models() if target in model.names), None)
-
-
-def is_name(target: Any) -> bool:
-    """Return whether this is the name of a model, also where a local folder has the same name."""
-    return any(target in model.names for model in models())
 
 
 def of_target(name: str) -> NamedModel | None:

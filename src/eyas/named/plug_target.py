@@ -20,7 +20,7 @@ def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget 
     model = named.find(target)
     if model is not None:
         return KnownTarget(partial(_open, model, target), best=model.best, heads=model.heads)
-    if named.is_name(target):
+    if any(target in model.names for model in named.models()):
         warnings.warn(
             f"took the folder {target} that is here; the model {target} is loaded where there is none", stacklevel=4
         )

@@ -7,7 +7,7 @@ A mask stands for a token not known yet, so all nodes of a level have the same q
 P-EAGLE; the tree is EAGLE-2's, grown from these distributions without a further pass, and
 deterministic. The model reads the text alone, so one serves every target of its family, fine-tunes
 too. A model of PARD-2 (arXiv 2605.08632) may read the features of its own target besides: see
-`_features.py`.
+`_session.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from eyas.drafters import Batch, Loss, small_model
 from eyas.drafters.small_model import NetShape, small_llama
 from eyas.drafters.tools import DraftNetSteps, DynamicTree, grow_dynamic, mask_token
 from eyas.errors import CheckpointError, OptionError
-from eyas.pard._features import FeatureInput
-from eyas.pard._session import FeatureSession, Session
+from eyas.pard._session import FeatureInput, FeatureSession, Session
 
 __all__ = ["Method", "Options"]
 

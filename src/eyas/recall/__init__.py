@@ -12,8 +12,7 @@ What takes a short time tells what the pool holds, so requests of different owne
 one: `Pools` keeps one for each owner.
 """
 
-from eyas.recall.feature import Recalled
-from eyas.recall.owners import Pools
+from eyas.recall.feature import Pools, Recalled
 from eyas.recall.pool import Pool
 
 __all__ = ["Pool", "Pools", "Recalled"]

@@ -1,20 +1,17 @@
 """`eyas serve`: a server for the clients of OpenAI's and Anthropic's interfaces.
 
-    settings.py      the name of a server, and its limits
-    records.py       the internal request and the stream of what is generated for it
-    engine.py        the one thread that decodes
+    records.py       the settings of a server; the internal request and the stream of what is generated for it
+    engine.py        the one thread that decodes, and how that stream comes from the Decoder's Steps
     pool.py          the Decoders of that thread, by method and by number of rows
     answers.py       the asyncio side of one request: what the thread has generated so far
-    steps.py, cycles.py
-                     from the Decoder's Steps to that stream, and to objects for the page
+    cycles.py        from the Decoder's Steps to objects for the page
     methods.py       the drafting methods that a request may choose
-    metrics.py       counters for Prometheus; stats.py: figures of the last seconds as JSON for the page
+    metrics.py       counters for Prometheus; figures of the last seconds as JSON for the page
 
     protocol/        the bodies of requests as pydantic models
-    completions.py, chat.py, responses.py, messages.py (Anthropic's), infill.py (llama.cpp's), tokens.py, info.py
+    completions.py (and llama.cpp's /infill), chat.py, responses.py, messages.py (Anthropic's), info.py
                      one dialect or concern each: from a body to the internal request, and from the stream to a response
-    corpora.py, heads.py
-                     texts to draft from, and another draft head, while the server runs
+    tokens.py        texts as tokens, and texts to draft from; heads.py: another draft head, while the server runs
     service.py, reply.py, blocks.py
                      what the dialects share
     tools.py, images.py, middle.py, logprobs.py, memory.py
@@ -23,8 +20,8 @@
     reading.py       an answer in parts: content, reasoning, calls; marks.py: the marks by which each family of models
                      tells them apart; calls.py: from the text of a call to a function and its arguments
     stream.py        server-sent events, keep-alive, clients that hang up
-    errors.py, auth.py, hosts.py, limits.py, access.py, bodies.py
-                     errors in OpenAI's form, keys, host names, sizes, request ids and the access log, reading bodies
+    errors.py, auth.py, limits.py, access.py, bodies.py
+                     errors in OpenAI's form, keys and host names, sizes, request ids and the access log, reading bodies
     page/            the page: HTML, CSS and JavaScript modules, served as they are
     app.py           the routes; server.py: uvicorn, SIGTERM and the end of the process
 

@@ -12,19 +12,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, corpora, errors, heads, infill, info, messages, responses, tokens
+from eyas.serve import chat, completions, errors, heads, info, messages, responses, tokens
 from eyas.serve.access import AccessLog
-from eyas.serve.auth import KeyCheck
+from eyas.serve.auth import HostCheck, KeyCheck
 from eyas.serve.bodies import add_route
-from eyas.serve.hosts import HostCheck
 from eyas.serve.limits import BodyLimit
 from eyas.serve.page.routes import router as page_router
-from eyas.serve.protocol.chat import ChatBody
-from eyas.serve.protocol.completions import CompletionBody
+from eyas.serve.protocol.chat import ChatBody, CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
+from eyas.serve.protocol.completions import CompletionBody, InfillBody
 from eyas.serve.protocol.fields import Body
-from eyas.serve.protocol.infill import InfillBody
 from eyas.serve.protocol.responses import ResponsesBody
-from eyas.serve.protocol.tokens import CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
 from eyas.serve.service import Service
 
 __all__ = ["make_app"]
@@ -34,8 +31,8 @@ ROUTES: dict[str, tuple[type[Body], Callable[[Service, Request, Any], Awaitable[
     "/v1/completions": (CompletionBody, completions.complete),
     "/v1/chat/completions": (ChatBody, chat.chat),
     "/v1/responses": (ResponsesBody, responses.respond),
-    "/infill": (InfillBody, infill.infill),
-    "/v1/corpora": (CorpusBody, corpora.add_corpus),
+    "/infill": (InfillBody, completions.infill),
+    "/v1/corpora": (CorpusBody, tokens.add_corpus),
     "/v1/draft": (DraftBody, heads.replace_draft),
     "/tokenize": (TokenizeBody, tokens.tokenize),
     "/detokenize": (DetokenizeBody, tokens.detokenize),

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from eyas.api import LLM, TextReader
 from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sockets import FEATURE
+from eyas.core.tree import Draft
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
@@ -35,9 +36,7 @@ from eyas.serve.limits import check_ids
 from eyas.serve.methods import Methods
 from eyas.serve.metrics import Metrics, SequenceTimes
 from eyas.serve.pool import DecoderPool
-from eyas.serve.records import Delta, Job
-from eyas.serve.settings import Settings
-from eyas.serve.steps import DeltaMaker, drafted_nodes
+from eyas.serve.records import CycleFigures, Delta, Job, Settings
 
 __all__ = ["Engine"]
 
@@ -170,7 +169,7 @@ class Engine:
         self.check_open()
         with self._lock:
             if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
-                self.metrics.rejected()
+                self.metrics.rejections.inc()
                 seconds = self.metrics.seconds_until_free(self._accepted, self.settings.rows)
                 raise ApiError(
                     429, f"the queue is full: come back in {seconds} s", headers={"retry-after": str(seconds)}
@@ -328,3 +327,59 @@ class Engine:
         if news and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 self._loop.call_soon_threadsafe(put)
+
+
+class DeltaMaker:
+    """Turns the Steps of one sequence into Deltas, in order.
+
+    Args:
+        index: number of the sequence in its job.
+        stop_ids: tokens that end the sequence because the job says so.
+        writer: says what happened in each cycle, if that is asked for.
+    """
+
+    def __init__(
+        self, index: int, reader: TextReader, stop_ids: Collection[int] = (), writer: CycleWriter | None = None
+    ) -> None:
+        self.index = index
+        self.reader = reader
+        self.stop_ids = stop_ids
+        self.writer = writer
+
+    def make(self, step: Step, drafted: int) -> Delta:
+        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
+        accepted = max(0, len(step.path) - 1)
+        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
+        return Delta(
+            self.index,
+            text=self.reader.take(final=step.finish is not None),
+            token_ids=step.tokens,
+            finish=step.finish,
+            stop_reason=self.reader.stop_string or self._stop_id(step),
+            cycles=() if step.prefill else (figures,),
+            prefill=step.prefill,
+            cached_tokens=step.cached_tokens,
+            predicted=step.extra.get("predicted", 0),
+            logprobs=step.extra.get("logprobs", ()),
+            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
+            cycle=None if self.writer is None else self.writer.write(step),
+            error=step.error,
+        )
+
+    def _stop_id(self, step: Step) -> int | None:
+        """Return the last token, if it ended the sequence because the job says so."""
+        ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
+        return step.tokens[-1] if ended else None
+
+
+def drafted_nodes(steps: Iterable[Step]) -> list[int]:
+    """Return for each Step how many nodes, the root excluded, its cycle's draft had for its row. Each draft is read
+    once."""
+    counts: dict[int, list[int]] = {}
+
+    def counted(draft: Draft) -> list[int]:
+        if id(draft) not in counts:
+            counts[id(draft)] = (draft.tree.acceptable_BN.sum(1) - 1).tolist()
+        return counts[id(draft)]
+
+    return [0 if step.draft is None else counted(step.draft)[step.row] for step in steps]

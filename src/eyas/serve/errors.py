@@ -165,11 +165,8 @@ def install(app: FastAPI) -> None:
     """Let the app answer every exception in this form."""
 
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error_of(error, _fields(request)), request.scope)
-
     @app.exception_handler(EyasError)
-    async def mistaken(request: Request, error: EyasError) -> Response:
+    async def refused(request: Request, error: ApiError | EyasError) -> Response:
         return error_response(error_of(error, _fields(request)), request.scope)
 
     @app.exception_handler(HTTPException)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from eyas.errors import CheckpointError
 from eyas.serve.auth import given_key
 from eyas.serve.errors import ApiError
-from eyas.serve.protocol.tokens import DraftBody
+from eyas.serve.protocol.chat import DraftBody
 from eyas.serve.service import Heads, Service
 
 __all__ = ["GIVEN", "change_head", "replace_draft"]

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.serve.errors import ApiError, error_response
-from eyas.serve.settings import Settings
+from eyas.serve.records import Settings
 
 __all__ = ["BodyLimit", "answer_tokens", "check_count", "check_ids"]
 

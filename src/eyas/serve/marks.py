@@ -130,7 +130,7 @@ def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
     template = _template_of_type(llm) if own is None else own
     named = [_named(json.dumps(template, ensure_ascii=False), template), _named(written, {})]
     sources = named if own else reversed(named)
-    reasoning, calls = map(_first_named, zip(*sources, strict=True))
+    reasoning, calls = (next(filter(None, tables), {}) for tables in zip(*sources, strict=True))
     added: Mapping[int, Any] = getattr(llm.tokenizer, "added_tokens_decoder", {})
     channels = MESSAGE in written and any(CHANNEL in one for one in (written, *map(str, added.values())))
     asked = bool(tools.listed) and not tools.forced
@@ -186,10 +186,6 @@ def _named(text: str, template: Mapping[str, Any]) -> tuple[Table, Table]:
         if table == {}:
             table |= dict.fromkeys(_literals(field, "open", 0), _literals(field, "close", -1))
     return reasoning, calls
-
-
-def _first_named(tables: tuple[Table, ...]) -> Table:
-    return next(filter(None, tables), {})
 
 
 def _literals(field: Mapping[str, Any], side: str, place: int) -> tuple[str, ...]:

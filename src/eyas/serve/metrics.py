@@ -12,15 +12,18 @@ vLLM does not have is named `eyas:...`.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from eyas.serve.records import CycleSums, Delta
-from eyas.serve.stats import RecentTokens
+from eyas.metrics import tau
+from eyas.serve.records import CycleFigures, CycleSums, Delta
 
 __all__ = ["Metrics", "SequenceTimes"]
 
@@ -40,8 +43,7 @@ class SequenceTimes:
 
 
 class Metrics:
-    """Counters of the engine. The methods are called by its thread, but for `rejected`, `text` and
-    `seconds_until_free`."""
+    """Counters of the engine. The methods are called by its thread, but for `text` and `seconds_until_free`."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -113,10 +115,6 @@ class Metrics:
         """Return about how long a new sequence would wait if there are `sequences` before it: whole seconds from 1 to
         60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
-
-    def rejected(self) -> None:
-        """Count a request that was refused because the queue is full."""
-        self.rejections.inc()
 
     def admitted(self, times: SequenceTimes) -> None:
         """Note that a sequence has left the queue."""
@@ -192,3 +190,51 @@ class _WithoutTimes:
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
+
+
+WINDOW_SECONDS = 10.0
+
+
+class Moment(NamedTuple):
+    """One Delta as numbers."""
+
+    at: float
+    tokens: int
+    cycles: tuple[CycleFigures, ...]
+
+
+class RecentTokens:
+    """The Deltas of the last ten seconds, as numbers. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._moments: deque[Moment] = deque()
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+
+    def add(self, now: float, delta: Delta) -> None:
+        """Count a Delta."""
+        with self._lock:
+            self._moments.append(Moment(now, len(delta.token_ids), delta.cycles))
+            self._forget(now)
+
+    def summary(self) -> dict[str, Any]:
+        """Return throughput, tau, acceptance by depth and what was drafted in these seconds."""
+        now = time.monotonic()
+        with self._lock:
+            self._forget(now)
+            moments = list(self._moments)
+        sums = CycleSums.from_cycles([cycle for moment in moments for cycle in moment.cycles])
+        seconds = min(WINDOW_SECONDS, max(now - self._started, 1e-3))
+        return {
+            "seconds": seconds,
+            "tokens_per_second": sum(moment.tokens for moment in moments) / seconds,
+            "cycles": sums.cycles,
+            "tau": tau(sums.emitted, sums.cycles) if sums.cycles else None,
+            "mean_cycle_ms": 1000 * sums.seconds / sums.cycles if sums.cycles else None,
+            "accepted_by_depth": [count / sums.drafts for count in sums.accepted_at],
+            "decisions": dict(sums.plans),
+        }
+
+    def _forget(self, now: float) -> None:
+        while self._moments and self._moments[0].at < now - WINDOW_SECONDS:
+            self._moments.popleft()

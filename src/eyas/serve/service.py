@@ -25,9 +25,8 @@ from eyas.serve.limits import check_ids
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
-from eyas.serve.records import Job
-from eyas.serve.settings import Settings
-from eyas.targets.loading import BASE
+from eyas.serve.records import Job, Settings
+from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, render
 
 __all__ = ["Service"]

@@ -40,11 +40,6 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return head.encode() + b"data: " + written(data) + b"\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return an error as an event of completions and chats."""
-    return event(error.body())
-
-
 class EventStream(Response):
     """A response of events.
 
@@ -54,7 +49,7 @@ class EventStream(Response):
         events: encoded events and comments.
         close: called when the response ends, however it ends.
         last: sent after the events.
-        failed: makes the event of an error.
+        failed: makes the event of an error; by default, the one of completions and chats.
     """
 
     media_type = "text/event-stream"
@@ -65,7 +60,7 @@ class EventStream(Response):
         close: Callable[[], None],
         last: bytes = DONE,
         headers: Mapping[str, str] | None = None,
-        failed: Callable[[ApiError], bytes] = error_event,
+        failed: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]

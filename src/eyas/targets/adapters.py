@@ -1,6 +1,7 @@
 """Adapters of PEFT (LoRA, DoRA, ...) on the target: one that is always in use, or several that
 requests choose from.
 
+    target_with_adapters(model, ...)   -> the target of a model with adapters, or of a PeftModel
     merge(model, folder)               -> the same model with other weights; nothing of PEFT is left in it
     add_adapter_layers(model, folder)  -> the same model with layers of PEFT that add the adapter's part: for quantised weights
     digest(folder)                     -> a hash of the adapter's tensors
@@ -21,7 +22,7 @@ import hashlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,22 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from eyas.core.extensions import TargetExtension
+from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, near, one_line
-from eyas.targets.loading import BASE
-from eyas.targets.pretrained import REASON_LENGTH, is_missing_path
+from eyas.targets.fingerprints import Origin, fingerprint_of
+from eyas.targets.pretrained import BASE, REASON_LENGTH, is_missing_path, is_peft_model
+from eyas.targets.quantised import library_of
 
-__all__ = ["AdapterSet", "AdapterView", "Extension", "add_adapter_layers", "digest", "merge"]
+__all__ = [
+    "AdapterSet",
+    "AdapterView",
+    "Extension",
+    "adapters_of",
+    "add_adapter_layers",
+    "digest",
+    "merge",
+    "target_with_adapters",
+]
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
@@ -50,6 +62,68 @@ UNSUPPORTED_KINDS = (
     "POLY",
     "SHADOW",
 )
+
+
+def target_with_adapters(model: Any, name: str, adapters: str | Path | Mapping[str, str | Path] | None) -> Target:
+    """Return the target of a PeftModel, or of a model to which adapters are added from their folders."""
+    if is_peft_model(model):
+        found = AdapterSet(model)
+        target = Target(model.get_base_model(), name)
+        target.adapters = AdapterView(found, found.active)
+        return target
+    assert adapters, "a PeftModel, or folders"
+    target = Target(model, name)
+    base = fingerprint_of(model)
+    if isinstance(adapters, Mapping):
+        found = AdapterSet.load(model, adapters)
+        found.use("")
+        target = Target(model, name)
+        target.adapters = AdapterView(found, "")
+        origin = Origin(base)
+    else:
+        target = Target((add_adapter_layers if library_of(model) else merge)(model, adapters), name)
+        origin = Origin(base, digest(adapters))
+    target.extensions += (origin,)
+    return target
+
+
+def adapters_of(given: Any) -> dict[str, str] | str | None:
+    """Return adapters as `target_of` takes them: one folder, to be merged; or folders by name, to be switched.
+
+    Accepted are a path; a mapping from names to paths; and a list of paths and of texts
+    "NAME=PATH". A list of one path is that path.
+
+    Raises:
+        OptionError: something else, a name that is there twice, or the name "base".
+    """
+    if isinstance(given, str | Path):
+        given = [given]
+    pairs = list(given.items()) if isinstance(given, Mapping) else [_name_and_path(item) for item in _listed(given)]
+    if not pairs:
+        return None
+    if len(pairs) == 1 and pairs[0][0] is None:
+        return str(pairs[0][1])
+    found: dict[str, str] = {}
+    for name, path in pairs:
+        name = Path(path).name if name is None else name
+        if not isinstance(path, str | Path) or not isinstance(name, str) or not name or name == BASE or name in found:
+            raise OptionError(
+                f"adapters have names of their own, other than {BASE!r}: cannot use {name!r} for {path!r}"
+            )
+        found[name] = str(path)
+    return found
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    if not isinstance(given, Sequence) or not all(isinstance(item, str | Path) for item in given):
+        raise OptionError(f"an adapter is a folder or a hub id, or a dict of them by name; got {given!r}")
+    return given
+
+
+def _name_and_path(item: str | Path) -> tuple[str | None, str]:
+    """Split "name=path" into a pair; a path that exists, or has no such beginning, has no name."""
+    name, equals, path = str(item).partition("=")
+    return (name, path) if equals and not Path(item).exists() and "/" not in name else (None, str(item))
 
 
 def merge(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:

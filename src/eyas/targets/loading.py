@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-from eyas.core.sockets import ADAPTER
 from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
-from eyas.targets.pretrained import DeviceMap, read_model
+from eyas.targets.pretrained import DeviceMap, is_peft_model, read_model
 
 __all__ = [
-    "BASE", "AdapterFolders", "is_peft_model", "load_target", "pick_device", "pick_dtype", "target_of",
-    "version_of",
+    "AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of",
 ]  # fmt: skip
 
-BASE = "base"  # in requests: the model without an adapter
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 
 
@@ -55,17 +52,14 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role:
     try:
         if not adapters and not is_peft_model(model):
             return Target(model, name)
-        return ADAPTER.plug_for("adapters").target_with_adapters(model, name, adapters)
+        from eyas.targets.adapters import target_with_adapters
+
+        return target_with_adapters(model, name, adapters)
     except (EyasError, AssertionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the model's own code: its layers may be edited, its configuration broken
         reason = one_line(error, 200)
         raise ModelError(f"{role} {name!r} cannot be run: {type(error).__name__}: {reason}") from error
-
-
-def is_peft_model(model: object) -> bool:
-    """Return whether the object is a PeftModel, which holds a model."""
-    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def version_of(model: torch.nn.Module) -> Hashable:

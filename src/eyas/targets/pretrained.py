@@ -1,7 +1,7 @@
 """Read a Hugging Face model and its tokenizer, from a folder or from the hub.
 
 A broken file makes the libraries raise exceptions of many kinds, often of many lines. Here each of
-them becomes a ModelError of one line, which names the broken file if a plug finds it (plug_files.py). This module
+them becomes a ModelError of one line, which names the broken file if `_faults` finds it. This module
 knows files and transformers' Auto classes; it knows no tree, no cache and no method.
 """
 
@@ -30,18 +30,18 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from eyas.core.sockets import FILES
 from eyas.errors import ModelError, OptionError, one_line
 
 __all__ = [
-    "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path", "one_line_errors",
-    "read_model", "read_tokenizer",
+    "BASE", "REASON_LENGTH", "DeviceMap", "check_config", "check_path", "has_tokenizer", "is_missing_path",
+    "is_peft_model", "one_line_errors", "read_model", "read_tokenizer",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 CPU = torch.device("cpu")
 
+BASE = "base"  # in requests: the model without an adapter
 REASON_LENGTH = 240  # characters of a library's message that are shown
 TOKENIZER_FILES = (
     "tokenizer.*",
@@ -61,6 +61,11 @@ class DeviceMap(NamedTuple):
     device_map: str | Mapping[str, str | int]
     # the folder of weights that the map puts on "disk", if the checkpoint is not safetensors
     folder: str | Path | None = None
+
+
+def is_peft_model(model: object) -> bool:
+    """Return whether the object is a PeftModel, which holds a model."""
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
 def read_model(
@@ -94,8 +99,10 @@ def read_model(
     quantised = "config" not in options and getattr(config, "quantization_config", None) is not None
     if quantised and device != CPU and device_map is None:
         options["device_map"] = {"": device}
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     with one_line_errors(f"{role} {str(source)!r} cannot be loaded", source, "model"):
-        loaded: Any = _auto_class(config).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             str(source),
             dtype="auto" if quantised and own_dtype else dtype,
             trust_remote_code=trust_remote_code,
@@ -113,12 +120,6 @@ def read_model(
     ):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
     return model
-
-
-def _auto_class(config: PreTrainedConfig) -> Any:
-    """Return the Auto class of a model: for text alone, or for images and text if there is no other."""
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
@@ -221,9 +222,9 @@ def check_path(source: str | Path, role: str) -> None:
     if path.is_file():
         raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(
-            f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{_gguf_hint(path)}"
-        )
+        found = sorted(path.glob("*.gguf"))
+        hint = f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
+        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{hint}")
     if is_missing_path(source):
         raise ModelError(f"{role} {name!r} does not exist")
 
@@ -232,11 +233,6 @@ def is_missing_path(source: str | Path) -> bool:
     """Return whether nothing is at a path that cannot be a hub id."""
     path, name = Path(source), str(source)
     return not path.exists() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name)
-
-
-def _gguf_hint(folder: Path) -> str:
-    found = sorted(folder.glob("*.gguf"))
-    return f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
 
 
 def _folder(source: str | Path) -> Path | None:
@@ -266,7 +262,7 @@ def one_line_errors(beginning: str, source: str | Path, files: str = "", place: 
 
     Args:
         beginning: the first words of the message.
-        files: the files of the folder that may be broken, a word of `core.sockets.FilesPlug`; "": none.
+        files: the files of the folder that may be broken, a word of `_faults.fault`; "": none.
         place: the file that is named before the library's message if no file is found broken.
     """
     try:
@@ -280,8 +276,10 @@ def one_line_errors(beginning: str, source: str | Path, files: str = "", place: 
 
 
 def _fault(folder: Path, files: str) -> str:
-    """Return what is wrong with these files of a folder, if a plug finds it; else ""."""
-    return next((fault for plug in FILES.plugs if (fault := plug.fault(folder, files))), "")
+    """Return what is wrong with these files of a folder, if it is found; else ""."""
+    from eyas.targets._faults import fault
+
+    return fault(folder, files)
 
 
 def _message(error: Exception) -> str:

@@ -23,7 +23,7 @@ import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, ModelError
 from eyas.text._messages import kind_of
@@ -66,12 +66,7 @@ class Detokeniser:
         return text
 
 
-class _Engine(Protocol):
-    def feed(self, token_id: int) -> str: ...
-    def tail(self) -> str: ...
-
-
-def _engine(tokenizer: PreTrainedTokenizerBase) -> _Engine:
+def _engine(tokenizer: PreTrainedTokenizerBase) -> _Bytes | _Pieces | _Window:
     """Return the class for this tokenizer's decoder: byte-level, piece by piece, or the window for other
     decoders.
     """

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions."""
+"""The body of POST /v1/chat/completions; and those of /tokenize and /detokenize, as in vLLM, /v1/corpora and /v1/draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from eyas.errors import InputError
 from eyas.serve.protocol.fields import MOST_LOGPROBS, Body, GenerationBody
 
-__all__ = ["ChatBody", "Prediction", "TemplateFields"]
+__all__ = ["ChatBody", "CorpusBody", "DetokenizeBody", "DraftBody", "Prediction", "TemplateFields", "TokenizeBody"]
 
 
 class Part(BaseModel):
@@ -85,3 +85,34 @@ class ChatBody(TemplateFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
     return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
+
+
+class TokenizeBody(TemplateFields):
+    """A text, or a conversation with the fields of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class CorpusBody(Body):
+    """One text or several, as strings or as token ids."""
+
+    model: str | None = None
+    input: str | list[int] | list[str] | list[list[int]]
+
+
+class DraftBody(Body):
+    """A head: a folder of the server's machine, or a name."""
+
+    path: str | None = None
+    name: str | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]

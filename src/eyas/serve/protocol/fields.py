@@ -7,7 +7,7 @@ the response lists them in a header (`x-eyas-ignored-fields`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
 from eyas.serve.errors import ApiError
-from eyas.serve.protocol.structure import STRUCTURE_FIELDS, structure_keywords
 
 __all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
 
@@ -195,11 +194,6 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             raise OptionError("cycles are described in a stream only: add stream=true")
         return bool(self.cycles)
 
-    @property
-    def wants_privacy(self) -> bool:
-        """Whether nothing is to be kept of the request: OpenAI's `store`, set to false."""
-        return getattr(self, "store", (self.model_extra or {}).get("store")) is False
-
     def job_fields(self) -> dict[str, Any]:
         """Return the fields of a Job that are not keywords of `LLM.request`."""
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
@@ -207,7 +201,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             "method": self.speculation if names_method else None,
             "timeout": self.timeout,
             "cycles": self.wants_cycles,
-            "private": self.wants_privacy,
+            "private": getattr(self, "store", (self.model_extra or {}).get("store")) is False,  # OpenAI's `store`
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:
@@ -237,3 +231,33 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
 KEYWORDS = (
     *SAMPLING, "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "response_format", "regex", "grammar", "choice",
 )  # fmt: skip
+
+
+# vLLM's names for structured output: the older ones, and those within `structured_outputs`
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+STRUCTURE_FIELDS = ("structured_outputs", *GUIDED)
+NAMES = ("json", "regex", "choice", "grammar", "json_object")
+CHANGE_NOTHING = (None, False)  # values with which further names are left out
+
+
+def structure_keywords(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that `structured_outputs` and the older guided names of a body mean.
+
+    Raises:
+        OptionError: a name that is not served, or a value of another type.
+    """
+    given = {ours: fields[name] for name, ours in GUIDED.items() if fields.get(name) is not None}
+    outputs = fields.get("structured_outputs")
+    if outputs is not None and not isinstance(outputs, Mapping):
+        raise OptionError(f"structured_outputs must be an object with one of {', '.join(NAMES)}")
+    for name, value in (outputs or {}).items():
+        if name in NAMES and value not in CHANGE_NOTHING:
+            given[name] = value
+        elif value not in CHANGE_NOTHING:
+            raise OptionError(f"structured_outputs: this server does not support {name}: leave it out")
+    keywords = {name: value for name, value in given.items() if name not in ("json", "json_object")}
+    if "json" in given:
+        keywords["response_format"] = {"type": "json_schema", "json_schema": {"schema": given["json"]}}
+    elif given.get("json_object"):
+        keywords["response_format"] = {"type": "json_object"}
+    return keywords

@@ -1,7 +1,7 @@
 """The table of a bench: a row of figures for each temperature, task and contestant. Numbers in,
 numbers out.
 
-`eyas.metrics` defines the figures. All are ratios of sums over prompts, so long answers weigh more.
+`eyas.metrics` and `bench.intervals` define the figures. All are ratios of sums over prompts, so long answers weigh more.
 The turns of a prompt are one sample of the bootstrap; ratios of two contestants are paired by
 prompt.
 """
@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from eyas.metrics import (
+from eyas.metrics import STAGES, Cycle, acceptance_by_depth, tokens_per_second
+from eyas_lab.bench.intervals import (
     RESAMPLES,
-    STAGES,
-    Cycle,
     Interval,
-    acceptance_by_depth,
     bootstrap,
     mean_acceptance_length,
     ratio,
     ratio_of_ratios,
     relative_cycle_cost,
-    tokens_per_second,
 )
 from eyas_lab.bench.record import Answer
 

@@ -33,9 +33,10 @@ from eyas.core.engine import Request
 from eyas.errors import FitError, InputError, one_line
 from eyas.files import parse_json, write_text
 from eyas.hardware import cpu_name, versions
-from eyas.hardware.machine import gpus, snapshot, used
+from eyas.hardware.machine import snapshot, used
 from eyas.metrics import first_difference, margin
 from eyas.targets.fingerprints import fingerprint
+from eyas_lab.bench.card import gpus
 from eyas_lab.bench.contestants import Contestant, Question
 from eyas_lab.bench.record import FORMAT, Answer, Differs
 from eyas_lab.bench.tasks import Prompt

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from eyas.files import write_text
-from eyas.hardware.machine import Snapshot, Used, busy, card
+from eyas.hardware.machine import Snapshot, Used, busy
 from eyas.passes import verify_cost
 from eyas_lab.bench import cost, report, rows
+from eyas_lab.bench.card import card
 from eyas_lab.bench.contestants import Drafting
 from eyas_lab.bench.probe import probe
 from eyas_lab.bench.record import FORMAT, Answer

@@ -1,4 +1,5 @@
-"""Plugs the processors that come with targets into the socket "media" (core/sockets.py)."""
+"""Messages with images, sounds or videos as prompts, by the processor that comes with a target. The model reads them by
+`targets.media`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Plugs a search for broken files of models and tokenizers into the socket "files" (core/sockets.py). The
-libraries' own messages are often long, and name no file.
-"""
+"""Searches the files of models and tokenizers for the broken one: the libraries' own messages are often long, and name
+no file."""
 
 from __future__ import annotations
 
@@ -19,35 +18,46 @@ __all__ = ["fault"]
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # the names that configurations use
 MOST_LAYERS = 10_000
-MODEL_JSON = ("config.json", "generation_config.json", "*.index.json")
-TOKENIZER_JSON = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-)
+JSON_FILES = {
+    "config": ("config.json",),
+    "generation": ("generation_config.json",),
+    "model": ("config.json", "generation_config.json", "*.index.json"),
+    "tokenizer": (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
+}
 REASON_LENGTH = 120  # characters of a library's message that are shown
 
 
 def fault(folder: Path, files: str) -> str:
-    """Return the first thing that is wrong with files of a folder; "" if nothing is found. See `FilesPlug`."""
-    return next(_SEARCHES[files](folder), "")
+    """Return the first thing that is wrong with files of a folder, on one line; "" if nothing is found.
+
+    Args:
+        files: a key of `JSON_FILES`; or "layers": whether config.json asks for too many of them.
+    """
+    return next(_faults(folder, files), "")
 
 
-def _config_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, ("config.json",))
-
-
-def _generation_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, ("generation_config.json",))
+def _faults(folder: Path, files: str) -> Iterator[str]:
+    if files == "layers":
+        yield from _layer_faults(folder)
+        return
+    yield from _json_faults(folder, JSON_FILES[files])
+    if files == "model":
+        yield from _weight_faults(folder)
+    if files == "tokenizer":
+        yield from _template_faults(folder)
 
 
 def _layer_faults(folder: Path) -> Iterator[str]:
     """Yield the fault if config.json has a number of layers that no model has."""
     try:
         content = parse_json((folder / "config.json").read_bytes())
-    except (OSError, InputError):  # reported by `_config_faults`
+    except (OSError, InputError):  # reported as a fault of "config"
         return
     for part in (content, content.get("text_config")) if isinstance(content, dict) else ():
         for name in LAYER_COUNTS:
@@ -56,8 +66,7 @@ def _layer_faults(folder: Path) -> Iterator[str]:
                 yield f"config.json: {name} is {count:,}, and no model has more than {MOST_LAYERS:,}: correct it"
 
 
-def _model_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, MODEL_JSON)
+def _weight_faults(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.index.json")):
         if not isinstance(json.loads(path.read_text("utf-8")).get("weight_map"), dict):
             yield f'{path.name} has no "weight_map" from tensor names to files'
@@ -67,8 +76,7 @@ def _model_faults(folder: Path) -> Iterator[str]:
         yield from _pickle_faults(sorted(folder.glob("*.bin")))
 
 
-def _tokenizer_faults(folder: Path) -> Iterator[str]:
-    yield from _json_faults(folder, TOKENIZER_JSON)
+def _template_faults(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.jinja")):
         try:
             path.read_text("utf-8")
@@ -113,12 +121,3 @@ def _pickle_faults(paths: list[Path]) -> Iterator[str]:
         else:
             if not isinstance(content, dict):
                 yield f"{path.name} holds a {type(content).__name__} where tensors by name are expected"
-
-
-_SEARCHES = {
-    "config": _config_faults,
-    "generation": _generation_faults,
-    "layers": _layer_faults,
-    "model": _model_faults,
-    "tokenizer": _tokenizer_faults,
-}

@@ -63,7 +63,7 @@ def _eagle3(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor
         raise CheckpointError(
             f"the head's hidden size is {ours['hidden_size']} and the target's {ours['target_hidden_size']}: in this library they are equal"
         )
-    outer = {name: layer.pop(name) for name in ("torch_dtype", "eyas") if name in layer}
+    outer: dict[str, Any] = {name: layer.pop(name) for name in ("torch_dtype", "eyas") if name in layer}
     layer |= {"attention_bias": False, "mlp_bias": False}
     levels = config.get("levels") if method == "peagle" else None
     published = {

@@ -54,21 +54,9 @@ from eyas.core.params import is_whole
 from eyas.errors import CheckpointError, first_line
 
 __all__ = [
-    "CLASSES",
-    "DFLASH",
-    "DFLASH2",
-    "DSPARK",
-    "SECOND_PARTS",
-    "SLIDING",
-    "attention_kinds",
-    "block_names",
-    "block_shapes",
-    "is_block_head",
-    "mask_token",
-    "read_common",
-    "read_tensors",
-    "refuse",
-]
+    "CLASSES", "DFLASH", "DFLASH2", "DSPARK", "SECOND_PARTS", "SLIDING", "attention_kinds", "block_names", "block_shapes",
+    "is_block_head", "mask_token", "read_common", "read_tensors", "refuse",
+]  # fmt: skip
 
 DFLASH, DFLASH2, DSPARK, LFM2 = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"
 CLASSES = (DFLASH, DSPARK, LFM2, "DSparkDraftModel", DFLASH2, "Gemma4DSparkModel")

@@ -66,7 +66,7 @@ def _grows_slowly(target: Target, runner: Runner) -> bool:
     """Return whether no layer adds more to the difference than rounding does."""
     pair = output_pairs(target, runner, range(1, target.num_layers + 1))[1]
     before = 0.0
-    for expected, actual in zip(*(features.split(target.hidden_size, -1) for features in pair), strict=True):
+    for expected, actual in zip(*(features.chunk(target.num_layers, -1) for features in pair), strict=True):
         difference = _difference(expected, actual)
         if not difference <= GROWTH * before + STEP:
             return False

@@ -194,7 +194,7 @@ def test_an_adapter_on_other_weights_than_the_fingerprints(
     """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that
     was trained with it was said to be the base model's, and features of the base model passed for
     those of the merged one."""
-    for module in ("fingerprints", "plug_adapter"):
+    for module in ("fingerprints", "adapters"):
         monkeypatch.setattr(f"eyas.targets.{module}.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
     plain = Target(zoo.FAMILIES["llama"]())
     merged, again, other = (

@@ -15,6 +15,8 @@ __all__ = ["Stream"]
 class Stream(Iterator[Piece]):
     """An answer that is being decoded, piece by piece."""
 
+    _open = False  # until the request is added: `__del__` also runs if `add` fails, or Ctrl-C comes first
+
     def __init__(
         self,
         decoder: Decoder,
@@ -28,7 +30,6 @@ class Stream(Iterator[Piece]):
         self._on_step = on_step
         self._pieces = deque[Piece]()
         self._error: EyasError | None = None  # raised after the pieces
-        self._open = False  # until the request is added: `__del__` also runs if `add` fails
         self._request_id = decoder.add(answer.request)
         self._open = True
 

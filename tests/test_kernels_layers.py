@@ -195,9 +195,8 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, broken: float) -> None:
 
 @needs
 def test_exponentials() -> None:
-    """Guards the vectors' own exponential: e^x for x from -72 to 0 is exact to within four units of
-    float32's last digit, below -87 nothing, and of NaN NaN.
-    Between them AMX drops the parts of a factor that are denormal. The weights of an attention whose values are unit
+    """Guards the vectors' own exponential: e^x for x from -87 to 0 is exact to within four units of
+    float32's last digit, below it nothing, and of NaN NaN. The weights of an attention whose values are unit
     vectors are read off; the rest of the layer passes them on."""
     h = 256
     sizes = LayerSizes(h, 1, 1, h, 16, 1e-5, 1.0)
@@ -206,10 +205,13 @@ def test_exponentials() -> None:
         return torch.zeros(outputs, inputs)
 
     query = kernels.pack(zeros(3 * h, h), torch.eye(3 * h)[0])  # the first unit vector, whatever x is
-    passed_on = kernels.pack(torch.eye(h), weight_format=WeightFormat("bfloat16"))  # x stays float32
+    identity = torch.eye(h)
+    identity[-1, -2:] = torch.tensor([1.1, 0.7])  # these see nothing, and make the matrix one of float32
+    passed_on = kernels.pack(identity)
+    assert passed_on.kind == "float32"  # AMX multiplies the others, and takes no number below 1e-33 apart
     gate_up, down = kernels.pack_gated(zeros(16, h), zeros(16, h)), kernels.pack(zeros(h, 16))
     layer = Layer(query, passed_on, gate_up, down, torch.ones(h), torch.ones(h))
-    scores = torch.cat([torch.zeros(1), -torch.rand(h - 3, generator=torch.Generator().manual_seed(0)) * 72])
+    scores = torch.cat([torch.zeros(1), -torch.rand(h - 3, generator=torch.Generator().manual_seed(0)) * 86.9])
     scores = torch.cat([scores, torch.tensor([-87.5, -1000.0])])
     store = torch.zeros(2, 1, 1, h + 8, h)
     store[0, 0, 0, :h, 0], store[1, 0, 0, :h] = scores, torch.eye(h)

@@ -150,7 +150,7 @@ def draw_heads(name: str, figure: Figure) -> None:
 
 
 def draw_curve(figure: Figure) -> None:
-    """What a chain drafts, against the tokens that its head has read."""
+    """Acceptance of a chain against the number of tokens that its head has read."""
     points = [point for point in record("smollm2_curve")["curve"] if point["tokens"]]
     read = [point["tokens"] / 1e6 for point in points]
     left, right = figure.subplots(1, 2)

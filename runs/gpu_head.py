@@ -6,11 +6,11 @@
     python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz
 
 `prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers
-as many of them as the time allows, three fifths at T = 1 and the others greedily, by a loop of its own for layers
-of LLaMA's shape: thousands of rows, whose caches lie side by side, and free rows take new prompts. `train` is
-`eyas_train.loop.train` with Muon and a learning rate that falls by the clock; after half of the time the training-time
-test has four steps in the place of two. Greedy answers to reserved prompts are held out, and the curve of what a
-chain drafts in them goes to curve.json. --device cpu with small numbers tries all of it.
+as many prompts as the time allows: three fifths at T = 1, the others greedily. It has its own decoding loop for
+LLaMA's layers, which decodes thousands of rows at once; a free row takes the next prompt. `train` calls
+`eyas_train.loop.train` with Muon, and the learning rate falls by the clock. The training-time test begins with two
+steps and has four after half of the time. Greedy answers to reserved prompts are held out; curve.json gets the
+acceptance of a chain in them. --device cpu with small numbers tries all of it.
 
 Letters: B rows, T slots of a row's cache, K key-value heads, h head size, W longest prompt.
 """
@@ -42,6 +42,7 @@ from eyas_train.config import TrainConfig
 from eyas_train.data import Batches, Example, Examples
 from eyas_train.features import batch_of
 from eyas_train.loop import train as run_training
+from eyas_train.progress import Progress
 from eyas_train.start import fit_start
 
 BEGAN = time.time()
@@ -297,9 +298,11 @@ def examples_in(folder: Path) -> tuple[Examples, Examples]:
 
 
 @torch.no_grad()
-def chain_figures(drafter: Any, heldout: Examples, steps: int = 5, depth: int = 4) -> dict[str, Any]:
-    """What a chain drafts in greedy answers, read with the true tokens before each slot: the share of right first
-    drafts, that of each further one after right ones, and tokens a pass. As good as decoding, and a second long."""
+def forced_figures(drafter: Any, heldout: Examples, steps: int = 5, depth: int = 4) -> dict[str, Any]:
+    """Return n-alpha and tau of a chain, as decoding these greedy answers would give them.
+
+    The net reads the true tokens before each slot (teacher forcing). A draft after right ones has read the same
+    tokens when it decodes, so the figures are equal, and need one pass instead of many."""
     batches, device = Batches(heldout, 32_768), drafter.target.device
     reached, right = np.zeros(steps), np.zeros(steps)
     tokens = passes = 0
@@ -347,20 +350,17 @@ def train(args: argparse.Namespace) -> None:
     for example in examples:
         counts_V += torch.bincount(torch.tensor(example.ids)[torch.tensor(example.counted)], minlength=VOCABULARY)
     drafter: Any = kind.init_for_training(target, build_options(kind.Options, {**HEAD, "ttt.steps": 2}), 1, counts_V)
-    drafter.net.float()
     say(f"{len(examples):,} examples, {len(heldout)} held out;", fit_start(drafter, examples, 32_768, 1))
     begun, whole, curve, now = time.time(), BEGAN + args.seconds - time.time(), list[dict[str, Any]](), {"tokens": 0}
     log = args.folder / "eagle3" / "log.jsonl"
 
     def note() -> None:
-        curve.append({**now, "seconds": round(time.time() - begun, 1), **chain_figures(drafter, heldout)})
+        curve.append({**now, "seconds": round(time.time() - begun, 1), **forced_figures(drafter, heldout)})
         say(json.dumps(curve[-1]))
 
     def stop() -> bool:
         if drafter.options.ttt.steps == 2 and time.time() - begun > whole / 2:
             drafter.options = replace(drafter.options, ttt=replace(drafter.options.ttt, steps=4))
-        if log.exists() and (lines := log.read_text().splitlines()):
-            now["tokens"] = json.loads(lines[-1]).get("tokens", now["tokens"])
         if len(curve) <= len(MILESTONES) and now["tokens"] >= ([0, *MILESTONES])[len(curve)]:
             note()
         return time.time() > begun + whole
@@ -379,11 +379,16 @@ def train(args: argparse.Namespace) -> None:
         precision="auto" if args.device == "cpu" else "bf16",
         heldout_tokens=4_000,
     )
-    few = heldout[:8]
+
+    def progress(at: Progress) -> None:
+        if at.step and at.step % config.log_every == 0 and not at.note:
+            now["tokens"] = json.loads(log.read_text().splitlines()[-1])["tokens"]
+        if at.note or at.step % 50 == 1:
+            say(f"step {at.step}, {at.tokens_per_second:,.0f} tokens/s", at.note)
+
     result = run_training(
-        drafter, examples, few, config, args.folder / "eagle3", resume=False, stop=stop,
-        progress=lambda p: say(f"step {p.step}, {p.tokens_per_second:,.0f} tokens/s", p.note) if p.step % 50 == 1 else None,
-    )  # fmt: skip
+        drafter, examples, heldout[:8], config, args.folder / "eagle3", resume=False, stop=stop, progress=progress
+    )
     now["tokens"] = result.tokens
     note()
     (args.folder / "curve.json").write_text(

@@ -339,7 +339,7 @@ def test_hub_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client's own switch: nothing is sent."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    refused("someone/some-head", "no such folder here, and the hub cannot be reached")
+    refused("someone/some-head", "this folder does not exist, and the hub cannot be reached")
 
 
 def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

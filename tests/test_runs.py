@@ -190,7 +190,7 @@ def test_a_chain_is_measured_without_decoding(command: Any) -> None:
                 passes += not step.prefill
                 tokens += 0 if step.prefill else len(step.tokens)
         heldout.append(Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer)))
-    found = script.chain_figures(drafter, heldout)
+    found = script.forced_figures(drafter, heldout)
     assert tokens > passes, "nothing is accepted"
     assert found["tau of a chain of 4"] == pytest.approx(tokens / passes, abs=1e-3)
 

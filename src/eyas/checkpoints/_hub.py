@@ -23,7 +23,7 @@ def fetch(hub_id: str, revision: str | None) -> Path:
             folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
-            f"draft head {hub_id}: there is no such folder here, and {hub_refusal(error, revision)}"
+            f"draft head {hub_id}: this folder does not exist, and {hub_refusal(error, revision)}"
         ) from error
     return folder
 

@@ -61,7 +61,7 @@ def test_intervals_are_paired() -> None:
 
 def test_intervals_of_few_samples() -> None:
     """Bugs: one sample has an interval of width 0; samples without a cycle make a resample 0 / 0
-    and the interval NaN, which is no JSON."""
+    and the interval NaN, which JSON cannot hold."""
     assert bootstrap(ratio, [3], [2]) == (1.5, None, None)
     assert bootstrap(ratio, [], []) is None
     assert bootstrap(ratio, [0, 0], [0, 0]) is None

@@ -98,7 +98,7 @@ def test_intervals_are_paired() -> None:
 
 
 def test_prompts_without_a_cycle() -> None:
-    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which is no JSON."""
+    """Bug: answers of one token make a resample's fraction 0 / 0, and the interval NaN, which JSON cannot hold."""
     empty = [answer(m, f"e{i}", []) for m in ("fast", "vanilla") for i in range(6)]
     fast, plain = [*FAST, *empty[:6]], [*PLAIN, *empty[6:]]
     assert table_of.tau_of(fast) == table_of.tau_of(FAST)

@@ -1,7 +1,7 @@
-"""What compares figures of `eyas.metrics`: costs, ratios, and their intervals.
+"""Costs, ratios of figures of `eyas.metrics`, and their intervals.
 
     c           seconds of a cycle / seconds of a step of plain decoding
-    speed-up    tokens per second / those of plain decoding on the same prompts, = tau / c
+    speed-up    tokens per second / plain decoding's tokens per second on the same prompts, = tau / c
     mean acceptance length
                 1 + accepted draft tokens / drafts, counted before cutting, over cycles that verified a draft. Engines such as vLLM report
                 this. It is tau, but for the cut last cycle of each answer and for cycles without a draft.

@@ -26,7 +26,7 @@ __all__ = ["exporting"]
 
 
 def exporting() -> list[Any]:
-    """Return the formats that heads are exported to: the modules of this folder, then those of other distributions."""
+    """Return the modules that export heads: first the ones in this folder, then the ones of other distributions."""
     modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     own = [importlib.import_module(f"{__name__}.{name}") for name in modules]
     return [form for form in dict.fromkeys([*own, *formats()]) if hasattr(form, "EXPORTS")]

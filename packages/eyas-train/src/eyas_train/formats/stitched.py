@@ -118,7 +118,7 @@ def _folder(target: ExportTarget) -> Path:
         return Path(huggingface_hub.snapshot_download(target.name, allow_patterns=MODEL_FILES))
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
-            f"target {target.name}: there is no such folder here, and {hub_refusal(error, None)}"
+            f"target {target.name}: this folder does not exist, and {hub_refusal(error, None)}"
         ) from error
 
 

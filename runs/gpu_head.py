@@ -3,7 +3,7 @@
     python runs/gpu_head.py prompts --data ../shared/data/train --folder out/gpu_head   # no GPU needed
     python runs/gpu_head.py answers --folder out/gpu_head --seconds 115     # 10.2M tokens on an H200
     python runs/gpu_head.py train --folder out/gpu_head --seconds 410       # 31.6M tokens read
-    python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz
+    python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz --limit 12000
 
 `prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers
 as many prompts as the time allows: three fifths at T = 1, the others greedily. It has its own decoding loop for
@@ -274,6 +274,7 @@ def keep(args: argparse.Namespace) -> None:
     kinds = load(args.folder / "prompts.npz")[1]
     texts, columns = load(args.folder / "answers.npz")
     chosen = [i for i, at in enumerate(columns["at"]) if kinds["kind"][at] == (CHAT if args.chats else GENERAL)]
+    chosen = np.random.default_rng(0).permutation(chosen)[: args.limit or None]
     lines, sampled = kinds["line"][columns["at"][chosen]], columns["sampled"][chosen]
     save(args.output, [texts[i][:-1] if texts[i][-1] == END else texts[i] for i in chosen], line=lines, sampled=sampled)
     say(f"{len(chosen):,} answers, {args.output.stat().st_size / 1e6:.1f} MB")
@@ -408,7 +409,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400, help="of the whole process")
     parser.add_argument("--general", type=int, default=90_000, help="general prompts")
     parser.add_argument("--rows", type=int, default=3_072, help="rows that are decoded together")
-    parser.add_argument("--limit", type=int, default=0, help="prompts that are answered; 0: all")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="prompts that are answered, or answers that are kept; 0: all"
+    )
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     args = parser.parse_args()
     {"prompts": prompts, "answers": answers, "train": train, "keep": keep}[args.stage](args)

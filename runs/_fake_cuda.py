@@ -9,7 +9,7 @@ exception (a value that the host reads) or as a fault in the log:
     faults       tensors of the host inside the recorded region, two devices in one operation, attention masks of odd widths
 
 An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may
-be split. Operators of ours (torch.library) count as many kernels as `eyas.gpu.KERNELS` says. A
+be split. Operators of ours (torch.library) count as many kernels as `eyas_gpu.operators.KERNELS` says. A
 build of torch without CUDA serves too: it lacks the guard of the device that indexing asks for, so
 `Unguarded` does that in its place.
 """
@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from eyas.gpu import KERNELS
 from eyas.timing import StageTimer
+from eyas_gpu.operators import KERNELS
 
 __all__ = ["CUDA", "Launch", "LaunchLog", "fake_cuda", "logged_by_stage"]
 

@@ -15,11 +15,11 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
-from eyas import gpu
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.nn import grouped_attention
+from eyas_gpu.operators import attention
 from eyas_lab.bench.simulate import simulated
 
 NODES = (1, 60)  # of a plain step and of a tree
@@ -75,7 +75,7 @@ def _contestants(q: Tensor, context: int, width: int) -> dict[str, Callable[[Ten
     q_RQHh, scale = q.transpose(1, 2).contiguous(), q.shape[-1] ** -0.5
 
     def ours(key: Tensor, value: Tensor) -> Tensor:
-        return gpu.attention(q_RQHh, key, value, length_1, visible, position, scale).transpose(1, 2)
+        return attention(q_RQHh, key, value, length_1, visible, position, scale).transpose(1, 2)
 
     return {**others, "eyas": ours}
 

@@ -39,11 +39,12 @@ from eyas.core.verify import verify
 from eyas.drafters import Drafter, find
 from eyas.drafters._grow import _Static
 from eyas.files import write_text
-from eyas.gpu._ops import available
-from eyas.runners._fp8 import TORCH
-from eyas.runners.fused import GpuModelLayers
 from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
+from eyas_gpu.cycle import GpuOps
+from eyas_gpu.layers import GpuModelLayers
+from eyas_gpu.operators import available
+from eyas_gpu.runner import TORCH
 from eyas_lab.bench.simulate import simulated
 
 PAGE = Path(__file__).parents[1] / "docs" / "lab" / "gpu_plan.md"
@@ -143,8 +144,8 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
         base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
-        how: Any = {"fused": GpuModelLayers(base, join_weights=True)} if case.kernels else {"ops": TORCH}
-        runner = GraphRunner(base, capture, **how)
+        fused = GpuModelLayers(base, join_weights=True) if case.kernels else None
+        runner = GraphRunner(base, capture, fused=fused, ops=GpuOps() if case.kernels else TORCH)
         target = base.run_with(runner)
         kind = find(case.method)
         drafter = kind.random(target, build_options(kind.Options, dict(case.options)))

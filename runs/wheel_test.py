@@ -4,8 +4,8 @@
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
 eyas is installed alone first: what needs another package says so in one line. With the embedded model `eyas doctor`,
-`eyas generate` and `eyas demo` run; with eyas-train and eyas-lab their commands and methods, too. eyas-ray is installed
-without Ray, which is large.
+`eyas generate` and `eyas demo` run; with eyas-train and eyas-lab their commands and methods, too. eyas-gpu is installed
+without Triton and eyas-ray without Ray, which are large.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
-LARGEST_MB = {"eyas": 2, "eyas_tiny": 75, "eyas_lab": 1, "eyas_ray": 1, "eyas_train": 1}
+LARGEST_MB = {"eyas": 2, "eyas_tiny": 75, "eyas_gpu": 1, "eyas_lab": 1, "eyas_ray": 1, "eyas_train": 1}
 HELD = {
     "eyas": [
         "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",
@@ -32,6 +32,7 @@ HELD = {
         "eyas_tiny/__init__.py", "eyas_tiny/weights/model.int8.safetensors", "eyas_tiny/weights/checksums.json",
         "eyas_tiny/weights/tokenizer.json", "eyas_tiny/weights/eagle3/model.safetensors", "eyas_tiny/weights/eagle1/config.json",
     ],
+    "eyas_gpu": ["eyas_gpu/py.typed", "eyas_gpu/runner.py", "eyas_gpu/_layer_kernels.py"],
     "eyas_lab": ["eyas_lab/py.typed", "eyas_lab/bench/prompts.jsonl", "eyas_lab/methods/method_medusa.py"],
     "eyas_ray": ["eyas_ray/py.typed", "eyas_ray/serving.py"],
     "eyas_train": ["eyas_train/py.typed", "eyas_train/loop.py", "eyas_train/formats/openvino.py"],
@@ -107,12 +108,14 @@ def check_running(python: str, folder: Path) -> None:
     assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()
     eyas("demo", "--target", "embedded")
     install(f"eyas[train] @ {wheel.as_uri()}")  # and eyas-lab, which eyas-train needs
-    install("--no-deps", str(only("eyas_ray-*.whl")))
+    install("--no-deps", str(only("eyas_gpu-*.whl")), str(only("eyas_ray-*.whl")))
     assert "--ttt" in eyas("train", "--method", "eagle3", "--help")
     methods = {method["name"] for method in json.loads(eyas("methods", "--json"))["methods"]}
     assert {"medusa", "eagle3"} <= methods
     assert eyas("generate", "--method", "lookahead", "I would like to see a movie.", "--max-new-tokens", "8").strip()
-    subprocess.run([scripts / "python", "-c", "import eyas_ray.serving"], check=True, cwd=folder, env=clean)
+    subprocess.run(
+        [scripts / "python", "-c", "import eyas_gpu.runner, eyas_ray.serving"], check=True, cwd=folder, env=clean
+    )
 
 
 def main() -> None:

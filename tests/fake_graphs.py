@@ -1,16 +1,24 @@
-"""A stand-in for the capture of CUDA graphs, for machines without a GPU; and prompts to try it on."""
+"""A stand-in for the capture of CUDA graphs, for machines without a GPU; a fixture and prompts to try it on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
 import torch
 
 import zoo
+from eyas import kernels
 from eyas.runners.graphs import tensors_of
 
 T = TypeVar("T")
+
+
+@pytest.fixture
+def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification, noise and commits by torch, as on a GPU, not by the CPU's kernels."""
+    monkeypatch.setattr(kernels, "available", lambda: False)
 
 
 def captured_without_gpu(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:

@@ -25,7 +25,7 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     **dict.fromkeys(["elsewhere", "files", "formats"], -2),
-    **dict.fromkeys(["gpu", "hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
+    **dict.fromkeys(["hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
     **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny"], 1),
     "checkpoints": 2,
@@ -39,7 +39,7 @@ LAYERS = {
 }
 # What a package may not import although it lies lower, or outside of eyas: the core is the algorithm,
 # and knows neither kernels nor clocks; draft nets are plain torch.
-UNKNOWN_TO = {"core": frozenset({"gpu", "kernels", "time"}), "nn": frozenset({"gpu", "kernels"})}
+UNKNOWN_TO = {"core": frozenset({"kernels", "time"}), "nn": frozenset({"kernels"})}
 # Modules that may import it nevertheless: the list only gets shorter.
 EXCEPT: set[tuple[str, str]] = set()
 
@@ -56,7 +56,7 @@ WINGS = {
     "pard": {"pard"},
     "recall": {"recall"},
     "serve": {"serve"},
-    "speed": {"runners", "kernels", "gpu"},  # runners choose among the kernels that the other two are
+    "speed": {"runners", "kernels"},  # runners choose these kernels
 }
 # The command line puts wings together, so it may import all.
 COMMAND_LINE = {"cli", "__main__", "__init__"}
@@ -295,6 +295,7 @@ def test_private_modules_stay_in_their_package() -> None:
 # A distribution -> the distributions of this repository that its modules import.
 DISTRIBUTIONS = {
     "eyas": set(),
+    "eyas_gpu": {"eyas"},
     "eyas_lab": {"eyas"},
     "eyas_ray": {"eyas"},
     "eyas_train": {"eyas", "eyas_lab"},

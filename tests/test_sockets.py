@@ -20,7 +20,6 @@ PACKAGE = Path(eyas.__file__).parent
 LEFT_OUT = {
     "adaptive": "",
     "features": "",
-    "gpu": "eyas.runners.plug_runner is left out: No module named 'eyas.gpu'",
     "grammar": "",
     "kernels": "eyas.runners.plug_runner is left out: No module named 'eyas.kernels'",
     "named": "",

@@ -13,7 +13,7 @@ from typing import Any
 
 from eyas.errors import OptionError
 
-__all__ = ["DISTRIBUTIONS", "check", "command_of", "part"]
+__all__ = ["DISTRIBUTIONS", "check", "command_of", "find_part", "part"]
 
 # A distribution eyas-NAME, which the extra NAME of eyas installs -> kind -> the names that it brings. "heads" are keys of
 # config.json by which the formats of heads are known, "saves" methods whose heads it writes.
@@ -23,6 +23,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "methods": ("hydra", "lookahead", "medusa", "rest", "self_speculative"),
         "heads": ("hydra_num_heads", "medusa_num_heads"),
     },
+    "gpu": {"parts": ("gpu",)},
     "ray": {"parts": ("fleet", "training", "workers")},
     "train": {
         "commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train"),
@@ -60,7 +61,14 @@ def part(name: str, subject: str) -> Any:
     Raises:
         OptionError: the distribution is not installed.
     """
-    for point in entry_points(group="eyas.parts", name=name):
-        return point.load()
+    if (found := find_part(name)) is not None:
+        return found
     check("parts", name, subject)
     raise OptionError(f"{subject} needs a package that brings the part {name}: install one")
+
+
+def find_part(name: str) -> Any:
+    """Return the module that a distribution registers as entry point `name` of the group "eyas.parts"; None if no
+    installed distribution does."""
+    points = entry_points(group="eyas.parts", name=name)
+    return next((point.load() for point in points), None)

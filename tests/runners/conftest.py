@@ -2,12 +2,4 @@
 
 from __future__ import annotations
 
-import pytest
-
-from eyas import kernels
-
-
-@pytest.fixture
-def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification, noise and commits by torch, as on a GPU, not by the CPU's kernels."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
+from fake_graphs import without_cpu_kernels  # noqa: F401  # a fixture

@@ -1,5 +1,5 @@
-"""The runner that a target gets on a GPU by default: proven graphs and kernels, or the model's own
-forward. Tried on a CPU."""
+"""The runner that a target gets on a GPU by default, without eyas-gpu: proven graphs, or the model's own forward. Tried
+on a CPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 import zoo
-from eyas import drafters, kernels, runners
+from eyas import drafters, elsewhere, kernels, runners
 from eyas.core.engine import Decoder, Request
+from eyas.core.ops import REFERENCE
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import OptionError
 from eyas.runners import graphs
-from eyas.runners._fp8 import TorchOps
-from eyas.runners.fused import GpuModelLayers
 from eyas.runners.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
@@ -26,20 +26,23 @@ from reference import plain_decode, run
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
     monkeypatch.setattr(graphs, "CudaCapture", lambda device: captured_without_gpu)
-    monkeypatch.setattr(runners, "has_gpu_kernels", lambda device: True)
-    monkeypatch.setattr(runners, "fault_of_kernels", lambda device, ops: "")
-    monkeypatch.setattr(runners, "fused_layers", GpuModelLayers)
+    monkeypatch.setattr(elsewhere, "find_part", lambda name: None)
 
 
 def with_fastest_runner(kind: str = "auto", family: str = "llama") -> Target:
     return runners._with_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
 
 
-def test_graphs_and_kernels_by_default() -> None:
-    """Guards the default: recorded cycles of fused layers, and plain decoding's text."""
-    target = with_fastest_runner()
+def test_graphs_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the default: recorded cycles of the model's own code, plain decoding's text, and one line about kernels."""
+    with caplog.at_level(logging.INFO, "eyas.runners"):
+        target = with_fastest_runner()
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "CUDA graphs run the model's own code; eyas-gpu has faster kernels"
+    ]
+    assert "pip install 'eyas[gpu]'" in caplog.text
     assert isinstance(target.runner, GraphRunner)
-    assert target.runner.fused is not None
+    assert (target.runner.fused, target.runner.ops) == (None, REFERENCE)
     request = Request((5, 6, 7), 8, Sampling())
     tokens, _ = run(Decoder(target, drafters.find("vanilla").load(None, target)), [request])
     assert list(tokens[0]) == plain_decode(zoo.FAMILIES["llama"](), request)
@@ -60,16 +63,6 @@ def test_a_graph_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(graphs, "CudaCapture", lambda device, capture=capture: capture)
         with pytest.warns(UserWarning, match=f"runs by its own forward, as a CUDA graph fails on this GPU: .*{reason}"):
             assert with_fastest_runner().runner.name == "model"
-
-
-def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the text: graphs of the model's own code, with torch's operations around it."""
-    monkeypatch.setattr(runners, "fault_of_kernels", lambda device, ops: "attention gives other numbers")
-    with pytest.warns(UserWarning, match="one fails on this GPU: attention gives other numbers"):
-        target = with_fastest_runner("on")
-    assert isinstance(target.runner, GraphRunner)
-    assert target.runner.fused is None
-    assert type(target.runner.ops) is TorchOps
 
 
 @pytest.mark.slow
@@ -110,20 +103,16 @@ def test_hybrids_run_by_their_own_forward() -> None:
         assert runners._with_graphs(target, "on", own=True) is target
 
 
-def test_a_fixed_order_or_an_error() -> None:
-    """Guards `kernels="fixed"`: fused layers of one order within graphs; what has none is an error, never another
-    forward."""
-    target = runners._with_fixed_order(Target(zoo.FAMILIES["llama"]()), own=True)
-    assert isinstance(target.runner, GraphRunner)
-    assert target.runner.fused is not None
-    assert target.runner.fused.fixed_order
-    for made, reason in ((zoo.llama_dynamic(), "no CUDA graphs"), (zoo.HYBRIDS["lfm2"](), "no CUDA graphs")):
-        with pytest.raises(OptionError, match=f"none whose sums have one order: .*{reason}"):
-            runners._with_fixed_order(Target(made), own=True)
+def test_no_sum_has_one_order_on_a_gpu() -> None:
+    """Guards `kernels="fixed"`: an error, never another forward."""
+    target = Target(zoo.FAMILIES["llama"]())
+    target.device = torch.device("cuda", 0)
+    with pytest.raises(OptionError, match="none whose sums have one order: on a GPU"):
+        runners._with_runner(target, "fixed", True, kernels.EXACT)
 
 
-def test_no_fixed_order_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the same where a kernel fails, or the layers have another shape."""
-    monkeypatch.setattr(runners, "fused_layers", lambda target, own, fixed_order: None)
-    with pytest.raises(OptionError, match="no GPU kernels for its layers"):
-        runners._with_fixed_order(Target(zoo.FAMILIES["llama"]()), own=True)
+def test_fp8_needs_eyas_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the line that says what to install."""
+    monkeypatch.setattr(runners, "_multiplies_fp8", lambda device: True)
+    with pytest.raises(OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install 'eyas\[gpu\]'"):
+        runners.with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "off", draft_weights="fp8")

@@ -26,12 +26,10 @@ from eyas.core.target import Target
 from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.errors import OptionError
 from eyas.runners import with_fastest_runner
-from eyas.runners._fp8 import TORCH, Fp8Linear
 from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
 from eyas.runners.recording import CycleReplay
 from eyas_lab.bench.simulate import simulated
 from fake_graphs import captured_without_gpu, prompt
-from fp8_support import needs_fp8
 from reference import plain_decode, run
 from test_lossless import OPTIONS
 
@@ -254,26 +252,6 @@ def test_sleep_over_graphs(name: str) -> None:
         "eagle1",
         "eagle2",
     )
-
-
-@pytest.mark.cover(name=2)
-@needs_fp8
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
-def test_drafts_in_fp8(name: str) -> None:
-    """Guards `draft_weights="fp8"`, as far as a CPU can: other guesses, the same text, and nothing
-    that a graph cannot hold."""
-    model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
-    target, drafts, rounded = Target(model), [], 0
-    for draft_weights in ("exact", "fp8"):
-        target.draft_weights = draft_weights
-        drafter = drafter_of(name, target.run_with(GraphRunner(target, captured_without_gpu, ops=TORCH)))
-        tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
-        assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-        drafts.append([s.draft.log_q_BN for s in steps if s.draft is not None])
-        rounded = sum(isinstance(m, Fp8Linear) for m in drafter.decoding_net.modules())
-    assert rounded
-    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*drafts, strict=False))
 
 
 def test_fp8_is_refused_on_a_cpu() -> None:

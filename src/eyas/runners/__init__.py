@@ -2,13 +2,13 @@
 
 cpu.py         compiled C++ kernels for some model types; cpu_ops.py, cpu_grow.py: the rest of the cycle
 graphs.py      the model's forward, or whole cycles, as CUDA graphs; recording.py: the recorded part of a cycle
-fused.py       layers of the LLaMA shape by few kernels, inside CUDA graphs
-gpu_ops.py     the rest of the cycle by GPU kernels; gpu_grow.py: dynamic trees; gpu_proof.py: tries all of them first
 warm_up.py     decodes a little before the first answer, for whatever is compiled
-compiled.py    other layers by torch.compile, inside CUDA graphs
+compiled.py    layers by torch.compile, inside CUDA graphs
 attention.py   grouped-query attention over trees without copies of keys and values
+tools.py       what other distributions use
 
-The model's own forward without any of these is `core.target.ModelRunner`.
+The model's own forward without any of these is `core.target.ModelRunner`. Kernels for GPUs are a distribution of their
+own, eyas-gpu.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
+from functools import partial
 
 import torch
 
-from eyas.core.ops import Ops
+from eyas import elsewhere
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
-from eyas.gpu import available as has_gpu_kernels
 from eyas.kernels import WeightFormat, available, has_dots
-from eyas.runners._fp8 import FP8_CAPABILITY, TORCH
+from eyas.runners._comparison import fault_of_runner
 from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu_ops import CpuCycleOps
-from eyas.runners.fused import fused_layers
-from eyas.runners.gpu_ops import GpuOps
-from eyas.runners.gpu_proof import fault_of_kernels, fault_of_runner
-from eyas.runners.graphs import GraphRunner
+from eyas.runners.graphs import GpuKernels, GraphRunner
 from eyas.runners.warm_up import warm_up
 
 __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
@@ -40,6 +37,7 @@ log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "fixed", "compile", "off")
 WEIGHTS, ACTIVATIONS = ("exact", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
 DRAFT_WEIGHTS = ("exact", "fp8", "int4")
+FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability that multiplies fp8
 
 
 def with_fastest_runner(
@@ -65,7 +63,7 @@ def with_fastest_runner(
             is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
         activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
             int8 and int4 weights); the output is then the rounded model's.
-        draft_weights: format of draft nets, which changes guesses and never the text. "fp8": on
+        draft_weights: format of draft nets, which changes guesses and never the text. "fp8": by eyas-gpu, on
             GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
             weights to int8.
 
@@ -94,7 +92,7 @@ def with_fastest_runner(
             f"draft weights int4 need compiled kernels on a CPU with integer dot products (AVX2, or ARM's dotprod){own_model}"
         )
     if draft_weights == "fp8" and "fp8" not in made.runner.ops.draft_formats:
-        made.runner = ModelRunner(TORCH)
+        made.runner = ModelRunner(elsewhere.part("gpu", "draft weights fp8").TORCH)
     made.draft_weights = draft_weights
     return made
 
@@ -132,7 +130,9 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
     if kernels == "auto" and not own:
         return _with_cycle_kernels(target)
     if target.device.type == "cuda":
-        return _with_fixed_order(target, own) if kernels == "fixed" else _with_graphs(target, kernels, own)
+        if kernels == "fixed":
+            raise _no_fixed_order("on a GPU the order of a sum depends on the pass")
+        return _with_graphs(target, kernels, own)
     if kernels == "compile":
         raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
     try:
@@ -160,37 +160,21 @@ def _with_cycle_kernels(target: Target) -> Target:
 
 
 def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
-    """Return the target by CUDA graphs, once its kernels and a graph have given the numbers of the model's
-    own forward; else as it is."""
+    """Return the target by CUDA graphs, once a graph has given the numbers of the model's own forward; else as it
+    is."""
     if reason := target.own_forward_only("graphs") or _growing_rope(target):
         if kernels != "auto":
             warnings.warn(reason, stacklevel=5)
         return target
-    log.info(
-        "GPU kernels are tried, and compiled where they are new to this machine: up to a minute, once (Triton keeps them on disk)"
-    )
-    ops = _ops_for(target.device)
-    fused = None if ops is TORCH else fused_layers(target, join_weights=own)
     compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
-    made = GraphRunner(target, compiled=compiled, fused=fused, ops=ops)
+    if (gpu := _gpu_kernels()) is None:
+        made = GraphRunner(target, compiled=compiled)
+    else:
+        fused, draft_layers = gpu.layers(target, join_weights=own), partial(gpu.layers, join_weights=False)
+        made = GraphRunner(target, None, compiled, fused, gpu.operations(target.device), draft_layers)
     if fault := fault_of_runner(target, made):
         warnings.warn(f"the model runs by its own forward, as a CUDA graph fails on this GPU: {fault}", stacklevel=5)
         return target
-    return target.run_with(made)
-
-
-def _with_fixed_order(target: Target, own: bool) -> Target:
-    """Return the target by CUDA graphs of kernels whose sums have one order. Raise OptionError where one of
-    these fails, or the layers have another shape."""
-    if reason := target.own_forward_only("graphs") or _growing_rope(target):
-        raise _no_fixed_order(reason)
-    ops = _ops_for(target.device)
-    fused = None if ops is TORCH else fused_layers(target, own, fixed_order=True)
-    if fused is None:
-        raise _no_fixed_order("eyas has no GPU kernels for its layers on this device")
-    made = GraphRunner(target, fused=fused, ops=ops)
-    if fault := fault_of_runner(target, made):
-        raise _no_fixed_order(f"a CUDA graph fails on this GPU: {fault}")
     return target.run_with(made)
 
 
@@ -198,15 +182,12 @@ def _no_fixed_order(reason: str) -> OptionError:
     return OptionError(f"kernels fixed: this model has none whose sums have one order: {reason}")
 
 
-def _ops_for(device: torch.device) -> Ops:
-    """Return the operations of a cycle by GPU kernels, if all of them give on this device what torch does;
-    else in torch."""
-    if not has_gpu_kernels(device):
-        return TORCH
-    if fault := fault_of_kernels(device, ops := GpuOps()):
-        warnings.warn(f"eyas' GPU kernels are left out, as one fails on this GPU: {fault}", stacklevel=6)
-        return TORCH
-    return ops
+def _gpu_kernels() -> GpuKernels | None:
+    """Return the kernels of eyas-gpu; None, with a note, if it is not installed."""
+    found: GpuKernels | None = elsewhere.find_part("gpu")
+    if found is None:
+        log.info("CUDA graphs run the model's own code; eyas-gpu has faster kernels: %s", elsewhere.command_of("gpu"))
+    return found
 
 
 def _disable_cudnn_attention(device: torch.device) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from eyas.core.target import ModelRunner, Runner, Target
 from eyas.core.tree import TargetOutput, Tree
+from eyas.errors import EyasError, one_line
 
-__all__ = ["UnsuitedError", "compare", "output_pairs"]
+__all__ = ["UnsuitedError", "compare", "fault_of_runner", "output_pairs"]
 
 TOLERANCE = {torch.float32: 1e-4}  # relative to the norm of all numbers; other orders of summation change less
 CLOSE_ROUNDED = 0.05  # in bfloat16 and float16, of a model of few layers
@@ -60,6 +61,18 @@ def compare(target: Target, runner: Runner) -> None:
         return
     if exact is not None or not difference <= MOST_ROUNDED or not _grows_slowly(target, runner):  # NaN is not
         raise UnsuitedError(f"the model's own forward gives other numbers (by {difference:.2g})")
+
+
+def fault_of_runner(target: Target, runner: Runner) -> str:
+    """Return the failure of a runner: it raises something, or gives other numbers than the model's own
+    forward; "" if it does neither."""
+    try:
+        compare(target, runner)
+    except EyasError:
+        raise
+    except Exception as error:  # whatever a capture, a compiler or a driver raises
+        return f"{type(error).__name__}: {one_line(error, 200)}"
+    return ""
 
 
 def _grows_slowly(target: Target, runner: Runner) -> bool:

@@ -29,20 +29,25 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import CycleRunner
-from eyas.core.ops import Backend, Ops
+from eyas.core.ops import REFERENCE, Backend, Ops
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import Cycle, TargetOutput
 from eyas.errors import first_line
-from eyas.gpu import available
 from eyas.kernels import EXACT
-from eyas.runners._fp8 import TORCH
 from eyas.runners.attention import grouped_attention_enabled
 from eyas.runners.compiled import CompiledLayers
-from eyas.runners.fused import GpuModelLayers, fused_layers
-from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.recording import BUCKET, CycleReplay, State
 
-__all__ = ["BUCKET", "Capture", "CudaCapture", "CycleRecorder", "GraphRunner", "tensors_of"]
+__all__ = [
+    "BUCKET",
+    "Capture",
+    "CudaCapture",
+    "CycleRecorder",
+    "GpuKernels",
+    "GraphRunner",
+    "ModelLayers",
+    "tensors_of",
+]
 
 MAX_RECORDED_NODES = 128  # new nodes of a forward that is recorded
 MAX_GRAPHS = 48  # graphs that are kept; the least recently used one is dropped
@@ -59,6 +64,20 @@ class Capture(Protocol):
     """
 
     def __call__(self, work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]: ...
+
+
+class ModelLayers(Protocol):
+    """A target's layers by kernels."""
+
+    def __call__(self, inputs: ForwardInput) -> TargetOutput: ...
+
+
+class GpuKernels(Protocol):
+    """The kernels that eyas-gpu brings; `eyas_gpu.runner` says what its functions do."""
+
+    def operations(self, device: torch.device) -> Ops: ...
+
+    def layers(self, target: Target, join_weights: bool) -> ModelLayers | None: ...
 
 
 class CudaCapture:
@@ -228,7 +247,8 @@ class GraphRunner:
         capture: makes the recordings; None: `CudaCapture`.
         compiled: the model's layers by torch.compile; None: they are not compiled.
         fused: the model's layers by few kernels; None: they run by the model's own code.
-        ops: the operations around the forward; None: by kernels where there are any for the device.
+        ops: the operations around the forward.
+        draft_layers: returns the layers by few kernels of a model that drafts; None: no model has them.
     """
 
     weight_format = EXACT
@@ -238,13 +258,12 @@ class GraphRunner:
     skips_padding = False
 
     def __init__(
-        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: GpuModelLayers | None = None,
-        ops: Ops | None = None,
+        self, target: Target, capture: Capture | None = None, compiled: CompiledLayers | None = None, fused: ModelLayers | None = None,
+        ops: Ops = REFERENCE, draft_layers: Callable[[Target], ModelLayers | None] | None = None,
     ) -> None:  # fmt: skip
         self.target, self.capture, self.model_runner = target, capture or CudaCapture(target.device), ModelRunner()
         self.compiled, self.name = compiled, "graphs" if compiled is None else "compiled graphs"
-        self.fused = fused
-        self.ops: Ops = ops or (GpuOps() if available(target.device) else TORCH)
+        self.fused, self.ops, self.draft_layers = fused, ops, draft_layers
         self._graphs: OrderedDict[tuple[object, ...], tuple[_Buffers, TargetOutput, Callable[[], None]] | None] = (
             OrderedDict()
         )
@@ -267,7 +286,8 @@ class GraphRunner:
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
         layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
-        return other.run_with(GraphRunner(other, self.capture, layers, fused_layers(other, join_weights=False)))
+        fused = None if self.draft_layers is None else self.draft_layers(other)
+        return other.run_with(GraphRunner(other, self.capture, layers, fused, self.ops, self.draft_layers))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self.model_runner.head(target, hidden)

@@ -1,5 +1,4 @@
-"""The Triton kernels of verification and of dynamic trees, by Triton's interpreter, against `core`
-and `drafters._grow`."""
+"""The Triton kernels of verification, by Triton's interpreter, against `core`; and the trial of the kernels."""
 
 from __future__ import annotations
 
@@ -14,28 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
-from eyas import drafters, kernels
+from eyas import kernels
 from eyas.core.cache import commit_path
-from eyas.core.engine import Decoder, Request
-from eyas.core.ops import REFERENCE, Ops
-from eyas.core.options import build_options
+from eyas.core.ops import REFERENCE
 from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.gpu import _ops, keep_best
-from eyas.runners.fused import GpuModelLayers
-from eyas.runners.gpu_ops import GpuOps
-from eyas.runners.gpu_proof import fault_of_kernels
-from eyas.runners.graphs import GraphRunner
+from eyas_gpu import _draft_net, _trial, operators
+from eyas_gpu._trial import fault_of_kernels
+from eyas_gpu.cycle import GpuOps
 from eyas_lab.bench.simulate import simulated
-from fake_graphs import captured_without_gpu
-from reference import plain_decode, run
 
 pytest.importorskip("triton")
 from interpreted import interpreted
 
-CYCLE, GROWTH, SCORES = (interpreted(f"eyas.gpu._{name}_kernels") for name in ("cycle", "growth", "score"))
+CYCLE, SCORES = (interpreted(f"eyas_gpu._{name}_kernels") for name in ("cycle", "score"))
 OPS = GpuOps(on_cpu=True)
 TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 0, 3, 4]]), 4)
 
@@ -43,7 +34,7 @@ TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 0, 3, 4]])
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "available", lambda: False)
-    monkeypatch.setattr(_ops, "kernels", {"cycle": CYCLE, "growth": GROWTH, "score": SCORES}.__getitem__)
+    monkeypatch.setattr(operators, "kernels", {"cycle": CYCLE, "score": SCORES}.__getitem__)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # products of random words wrap around
         yield
 
@@ -174,68 +165,6 @@ def test_commits() -> None:
         assert torch.equal(store[:, row, :, : begin + nodes], expected[:, row, :, : begin + nodes])
 
 
-def decoded(name: str, options: dict[str, object], ops: Ops, sampling: Sampling) -> tuple[list[list[int]], list[Draft]]:
-    target, kind = Target(zoo.tiny("llama", num_hidden_layers=7)), drafters.find(name)
-    target = target.run_with(
-        GraphRunner(target, captured_without_gpu, fused=GpuModelLayers(target, join_weights=True), ops=ops)
-    )
-    ids = torch.arange(3, zoo.VOCAB, 2) if name == "eagle3" else None
-    drafter = kind.random(
-        target, build_options(kind.Options, options), seed=1, **({} if ids is None else {"draft_ids_v": ids})
-    )
-    requests = [Request(tuple(range(5, 5 + n)), 3, sampling) for n in (9, 30)]
-    tokens, steps = run(Decoder(drafter.target, drafter, 2), requests)
-    return [list(t) for t in tokens], [s.draft for s in steps if s.draft is not None]
-
-
-GREEDY, SAMPLED = Sampling(), Sampling(0.8, seed=3)
-
-
-def close(found: Tensor | None, expected: Tensor | None) -> None:
-    assert found is not None
-    assert expected is not None
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.cover(options=1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "sampling"),
-    [
-        ({}, GREEDY),
-        ({}, SAMPLED),
-        ({"tree.noise": "none", "tree.confidence_temperature": 1.0}, SAMPLED),
-        ({"tree.expand": "confidence", "tree.rerank": False}, GREEDY),
-        ({"tree.stop": 0.05, "tree.nodes": 20}, GREEDY),
-        ({"tree.stop": 0.05, "tree.nodes": 20}, SAMPLED),
-        ({"window.size": 9, "window.sink": 2}, SAMPLED),
-    ],
-    ids=["greedy", "sampled", "as in the paper", "expanded nodes", "stopped", "stopped, sampled", "a window"],
-)
-def test_dynamic_trees(options: dict[str, object], sampling: Sampling) -> None:
-    """Guards trees grown by kernels: the nodes, tokens, values and masks of `grow_dynamic`, and the
-    text of plain decoding."""
-    options = {"tree.nodes": 12, "tree.depth": 3, "tree.branch": 3, **options}
-    name = "eagle2" if "tree.stop" in options else "eagle3"
-    if name == "eagle2" and not sampling.greedy:
-        sampling = replace(sampling, min_p=0.01)  # thresholds that are searched take a second a node here: test_filters
-    (text, trees), (expected_text, expected_trees) = (decoded(name, options, ops, sampling) for ops in (OPS, REFERENCE))
-    assert text == expected_text
-    model = zoo.tiny("llama", num_hidden_layers=7)
-    assert text == [plain_decode(model, Request(tuple(range(5, 5 + n)), 3, sampling)) for n in (9, 30)]
-    assert len(trees) == len(expected_trees) > 0
-    for found, expected in zip(trees, expected_trees, strict=True):
-        assert torch.equal(found.tokens_BN, expected.tokens_BN)
-        for name in ("parents_BN", "acceptable_BN", "depth_BN", "mask_BNN"):
-            assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
-        close(found.log_q_BN, expected.log_q_BN)
-        close(found.value_BN, expected.value_BN)
-        assert (found.drafted is None) == (expected.drafted is None)
-        if found.drafted is not None and expected.drafted is not None:
-            assert torch.equal(found.drafted.parents_BX, expected.drafted.parents_BX)
-            close(found.drafted.value_BX, expected.drafted.value_BX)
-
-
 CPU = torch.device("cpu")
 
 
@@ -251,29 +180,30 @@ def wrong_paths(*inputs: Any) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("module", "name", "kernel", "fault"),
+    ("name", "kernel", "fault"),
     [
-        ("cycle", "choose", wrong_paths, "a path gives other numbers"),
-        ("growth", "keep_best", lambda values, keep: keep.fill_(1), "a tree gives other numbers"),
-        ("cycle", "commit", lambda *_: None, "commit gives other numbers"),
-        ("cycle", "draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+        ("choose", wrong_paths, "a path gives other numbers"),
+        ("commit", lambda *_: None, "commit gives other numbers"),
+        ("draw", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )
-def test_wrong_kernels_are_found(
-    module: str, name: str, kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_kernels_are_found(name: str, kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards texts: a kernel that a compiler breaks, or that does not compile, is not used."""
     # thresholds are searched for seconds here, and their kernel is right in each of these cases
     monkeypatch.setattr(type(OPS), "scores", staticmethod(REFERENCE.scores))
-    right = _ops.kernels
-    wrong = SimpleNamespace(**{**vars(right(module)), name: kernel})
-    monkeypatch.setattr(_ops, "kernels", lambda asked: wrong if asked == module else right(asked))
+    wrong = SimpleNamespace(**{**vars(CYCLE), name: kernel})
+    monkeypatch.setattr(operators, "kernels", {"cycle": wrong, "score": SCORES}.__getitem__)
     assert fault_of_kernels(CPU, OPS) == fault
 
 
-def test_the_best_drafted_nodes() -> None:
-    """Guards ties, as of nodes that are impossible: the earlier one is kept."""
-    values = torch.tensor([[0.0, -1.0, -math.inf, -1.0, -2.0, -1.0, -math.inf], [0.0, *[-math.inf] * 6]])
-    assert keep_best(values, 2).tolist() == [[1, 3], [1, 2]]
-    assert keep_best(values, 5).tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
-    assert keep_best(values, 6).tolist() == [[1, 2, 3, 4, 5, 6]] * 2
+@pytest.mark.parametrize("name", ["attention", "join_norms", "rms_norm", "add_norm", "swiglu", "rotate_and_store"])
+def test_wrong_layers_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafts, whose kernels no comparison of a target's layers sees. Each operator of a layer returns zeros."""
+    right = getattr(_draft_net, name)
+
+    def wrong(*inputs: Any) -> Any:
+        found = right(*inputs)
+        return tuple(map(torch.zeros_like, found)) if isinstance(found, tuple) else torch.zeros_like(found)
+
+    monkeypatch.setattr(_draft_net, name, wrong)
+    assert _trial._draft_layers(CPU, OPS) == "a draft's layer"

@@ -1,7 +1,7 @@
 """The operations around the target's forward by GPU kernels: the same trees, draws and texts as by
 the reference.
 
-On a CPU the kernels' references run in their place (tests/gpu has the kernels themselves).
+On a CPU the kernels' references run in their place; the kernels themselves are in the other files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.runners._fp8 import Fp8Linear
-from eyas.runners.fused import GpuModelLayers
-from eyas.runners.gpu_ops import GpuOps
 from eyas.runners.graphs import GraphRunner
+from eyas_gpu._fp8 import Fp8Linear
+from eyas_gpu.cycle import GpuOps
+from eyas_gpu.layers import GpuModelLayers
 from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8
 from reference import plain_decode, run

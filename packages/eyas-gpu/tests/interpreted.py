@@ -16,7 +16,7 @@ __all__ = ["interpreted"]
 def _drop_triton() -> dict[str, ModuleType]:
     """Forget the modules of Triton, but for its compiled ones, which are loaded once, and the
     modules of kernels. Returns Triton's."""
-    for name in [name for name in sys.modules if name.startswith("eyas.gpu._") and name.endswith("_kernels")]:
+    for name in [name for name in sys.modules if name.startswith("eyas_gpu._") and name.endswith("_kernels")]:
         package, _, leaf = name.rpartition(".")
         vars(sys.modules[package]).pop(leaf, None)
         del sys.modules[name]

@@ -1,7 +1,7 @@
 """Layers by few kernels: the same text for every family that they suit, how many kernels, and what
 becomes of the model's weights.
 
-On a CPU the kernels' references run in their place (tests/gpu has the kernels themselves).
+On a CPU the kernels' references run in their place; the kernels themselves are in the other files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
-from eyas.runners import fused
 from eyas.runners._comparison import CLOSE_ROUNDED, UnsuitedError, output_pairs
-from eyas.runners.fused import FusedRunner, GpuModelLayers, check
 from eyas.runners.graphs import BUCKET, GraphRunner
+from eyas_gpu import layers as fused
+from eyas_gpu.layers import FusedRunner, GpuModelLayers, check
 from fake_graphs import captured_without_gpu, prompt
 from interpreted import interpreted
 from reference import plain_decode, run
@@ -36,41 +36,6 @@ SUITED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
-
-
-FIXED = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@pytest.mark.cover
-@pytest.mark.quick("llama-eagle3")
-@pytest.mark.parametrize("name", ["vanilla", "eagle3"])
-@pytest.mark.parametrize("family", FIXED)
-def test_layers_of_one_order_are_lossless(family: str, name: str) -> None:
-    """Guards `fixed_order`: keys by position, windows, rows of unlike length, every product by the kernel, in graphs
-    and prompts. The bits are tests/gpu/test_order.py's."""
-    model = zoo.FAMILIES[family]()
-    target, kind = Target(model), drafters.find(name)
-    layers = GpuModelLayers(target, join_weights=False, fixed_order=True)
-    check(layers)
-    target = target.run_with(GraphRunner(target, captured_without_gpu, fused=layers))
-    drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
-    requests = [Request(prompt(n), 12, s) for n, s in ((7, Sampling()), (BUCKET - 5, Sampling(0.8, seed=3)))]
-    tokens, _ = run(Decoder(drafter.target, drafter, 2), requests)
-    assert [list(t) for t in tokens] == [list(plain_decode(model, r)) for r in requests]
-
-
-def test_every_product_of_a_pass_has_one_order() -> None:
-    """Guards against a product by torch, which would choose its order by the number of tokens: without eyas' own
-    operators a pass multiplies nothing. Experts, whose products are theirs, are refused."""
-    target = Target(zoo.FAMILIES["qwen2"]())
-    session = target.run_with(FusedRunner(GpuModelLayers(target, join_weights=True, fixed_order=True))).open(1)
-    session.prefill(0, prompt(5))
-    with Products() as found:
-        session.forward(torch.tensor([prompt(3)]), Tree.chain(1, 3))
-    assert set(found.names) == {"eyas::fixed_product"}
-    assert len(found.names) == 4 * zoo.LAYERS + 1
-    with pytest.raises(UnsuitedError, match="experts"):
-        GpuModelLayers(Target(zoo.FAMILIES["mixtral"]()), join_weights=False, fixed_order=True)
 
 
 def test_a_deep_model_in_bfloat16_may_differ_more_layer_by_layer() -> None:
@@ -85,20 +50,6 @@ def test_a_deep_model_in_bfloat16_may_differ_more_layer_by_layer() -> None:
     layers.layers[30] = replace(layers.layers[30], mlp_norm_D=2 * layers.layers[30].mlp_norm_D)
     with pytest.raises(UnsuitedError, match="other numbers"):
         check(layers)
-
-
-class Products(TorchDispatchMode):
-    """Notes the products of matrices, but for those that stand in for a kernel on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::baddbmm", "eyas::fixed_product"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.cover(family=4)
@@ -141,7 +92,7 @@ def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.Monke
     """Guards how layers call the kernels (Triton's interpreter runs them here): strides, slots,
     shapes of results."""
     pytest.importorskip("triton")
-    attending, between = interpreted("eyas.gpu._attention_kernels"), interpreted("eyas.gpu._layer_kernels")
+    attending, between = interpreted("eyas_gpu._attention_kernels"), interpreted("eyas_gpu._layer_kernels")
 
     def attention(*inputs: Any) -> Tensor:
         q_RQHh, window = inputs[0], inputs[7]

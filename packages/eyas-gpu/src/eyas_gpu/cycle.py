@@ -10,29 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from eyas import gpu
 from eyas.core.adjustments import Adjustments
 from eyas.core.ops import Ops
 from eyas.core.sampling import GumbelNoise, Sampling, equal_but_for_seeds
 from eyas.core.tree import Draft, Tree, Verdict, unpack_verdict
-from eyas.drafters.tools import FusedTreeBuilder
-from eyas.runners._gpu_net import with_gpu_kernels
-from eyas.runners.gpu_grow import tree_builder_of
-
-if TYPE_CHECKING:
-    from eyas.core.target import Target
+from eyas_gpu import operators
+from eyas_gpu._draft_net import with_gpu_kernels
 
 __all__ = ["GpuOps"]
 
 
 @dataclass(frozen=True)
 class GpuOps(Ops):
-    """Scores, draws, paths, commits, draft nets and dynamic trees by kernels.
+    """Scores, draws, paths, commits and draft nets by kernels.
 
     Attributes:
         on_cpu: use the kernels for tensors on a CPU too, where Triton's interpreter runs them;
@@ -56,7 +50,7 @@ class GpuOps(Ops):
         if not self._suits(scores_BNV):
             return super().verify_deterministic(draft, scores_BNV, position_B, noise)
         tree = draft.tree
-        return unpack_verdict(gpu.choose(
+        return unpack_verdict(operators.choose(
             scores_BNV, draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B,
             not noise.all_greedy, tree.max_depth + 1,
         ))  # fmt: skip
@@ -66,7 +60,7 @@ class GpuOps(Ops):
     ) -> Verdict:
         """Return the verdict of simulated acceptance (`eyas_lab.bench.simulate`), of a draft that `choose` has verified."""
         tree = draft.tree
-        return unpack_verdict(gpu.given_path(
+        return unpack_verdict(operators.given_path(
             draft.tokens_BN, tree.parents_BN, tree.acceptable_BN, tree.depth_BN, position_B, verdict.bonus_B, verdict.has_nan_B,
             rates_D, seed, stride,
         ))  # fmt: skip
@@ -76,14 +70,14 @@ class GpuOps(Ops):
     ) -> tuple[Tensor, Tensor | None]:
         if not self._suits(scores_BNV):
             return super().draw(scores_BNV, tree, position_B, noise)
-        drawn_BN, has_nan_BN = gpu.draw(
+        drawn_BN, has_nan_BN = operators.draw(
             scores_BNV, tree.depth_BN, position_B, noise.seed_B, noise.greedy_B, not noise.all_greedy
         )
         return drawn_BN, has_nan_BN.any(-1)
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
         if self._suits(store):
-            gpu.commit(store, length_B, path_BP)
+            operators.commit(store, length_B, path_BP)
         else:
             super().commit(store, length_B, path_BP)
 
@@ -92,17 +86,12 @@ class GpuOps(Ops):
         draft's only layer."""
         return net if getattr(net, "later", None) else with_gpu_kernels(net, draft_weights)
 
-    def fused_tree_builder(
-        self, target: Target, net: nn.Module, embeddings: Tensor | None, draft_ids_v: Tensor | None
-    ) -> FusedTreeBuilder | None:
-        if not self.on_cpu and target.device.type == "cpu":
-            return None
-        return tree_builder_of(target, net, embeddings, draft_ids_v)
-
 
 def _scores(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     """Return the scores of rows with this Sampling; the logits themselves if it changes nothing."""
     if sampling.greedy or sampling.is_raw_softmax:
         return logits_BNV
-    scores_BNV: Tensor = gpu.filtered(logits_BNV, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    scores_BNV: Tensor = operators.filtered(
+        logits_BNV, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    )
     return scores_BNV

@@ -5,18 +5,17 @@ Letters: D inputs, X outputs of all of them, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from eyas.gpu import quantise
+from eyas_gpu.operators import quantise
 
 __all__ = ["JoinedFp8Linears", "JoinedLinears"]
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 
@@ -26,19 +25,18 @@ class JoinedLinears:
 
     Args:
         joined: their weights become views of one matrix, which is multiplied at once.
-        product: (inputs, weights, bias) -> outputs.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], joined: bool, product: Product = F.linear) -> None:
-        self.linears, self.sizes, self.product = linears, [linear.out_features for linear in linears], product
+    def __init__(self, linears: Sequence[nn.Linear], joined: bool) -> None:
+        self.linears, self.sizes = linears, [linear.out_features for linear in linears]
         self.weight_XD = _join([linear.weight for linear in linears]) if joined else None
         has_bias = linears[0].bias is not None
         self.bias_X = _join([linear.bias for linear in linears]) if joined and has_bias else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.weight_XD is None:
-            return tuple(self.product(x, linear.weight, linear.bias) for linear in self.linears)
-        return torch.split(self.product(x, self.weight_XD, self.bias_X), self.sizes, -1)
+            return tuple(F.linear(x, linear.weight, linear.bias) for linear in self.linears)
+        return torch.split(F.linear(x, self.weight_XD, self.bias_X), self.sizes, -1)
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:

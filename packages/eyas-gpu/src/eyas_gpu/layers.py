@@ -16,44 +16,27 @@ model that eyas loaded itself. The parameters become views of the common matrix,
 nothing is stored twice and every parameter keeps its values. A model that the user loaded is left
 alone: its matrices are multiplied one by one, with three more kernels a layer.
 
-**One order.** With `fixed_order` matrix products and attention are kernels whose sums have the order of plain decoding
-(`gpu/_order_ops.py`), so that a token's bits do not depend on the shape of a pass.
-
 Hooks of the model's modules are not called.
 Letters: R rows, Q new nodes, T nodes in slots, D hidden, X outputs of several matrices, P positions.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eyas.core import families
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
-from eyas.gpu import (
-    RotaryTables,
-    add_norm,
-    attention,
-    available,
-    fixed_attention,
-    fixed_product,
-    paths,
-    rotate_and_store,
-    swiglu,
-)
-from eyas.runners._comparison import UnsuitedError, compare
-from eyas.runners._layer_settings import layer_windows, norm_eps
-from eyas.runners._matrices import JoinedLinears
+from eyas.runners.tools import UnsuitedError, compare, layer_windows, norm_eps
+from eyas_gpu._matrices import JoinedLinears
+from eyas_gpu._tables import RotaryTables
+from eyas_gpu.operators import add_norm, attention, rotate_and_store, swiglu
 
-__all__ = ["FusedRunner", "GpuModelLayers", "check", "fused_layers"]
-
-log = logging.getLogger(__name__)
+__all__ = ["FusedRunner", "GpuModelLayers", "check"]
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -76,40 +59,26 @@ class _Layer:
     down: nn.Module | None  # of a gated MLP
 
 
-class FixedOrderLinear(nn.Module):
-    """A linear layer by `gpu.fixed_product`."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fixed_product(x, self.linear.weight, self.linear.bias)  # type: ignore[no-any-return]
-
-
 class GpuModelLayers:
     """The layers of one target, run by eyas' own loop.
 
     Args:
         join_weights: whether matrices with the same input are joined: for models that nobody else
             uses.
-        fixed_order: whether sums have one order, whatever else is in a pass.
 
     Raises:
         UnsuitedError: the layers have another shape. `check` finds out whether they compute
             something else.
     """
 
-    def __init__(self, target: Target, join_weights: bool, fixed_order: bool = False) -> None:
+    def __init__(self, target: Target, join_weights: bool) -> None:
         _refuse(target)
         base: Any = target.family.base
         windows = layer_windows(target)
-        self.target, self.fixed_order = target, fixed_order
-        self.family = _with_fixed_head(target.family) if fixed_order else target.family
+        self.target = target
         self.norm_D, self.eps = base.norm.weight.detach(), norm_eps(base.norm)
         self.layers = [
-            _layer(layer, place, windows[place], join_weights, fixed_order)
-            for place, layer in enumerate(target.family.layers)
+            _layer(layer, place, windows[place], join_weights) for place, layer in enumerate(target.family.layers)
         ]
         self._rotary: nn.Module = base.rotary_emb
         self.tables = RotaryTables(self._cosines, target.context)
@@ -124,27 +93,19 @@ class GpuModelLayers:
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         target, features = self.target, dict[int, Tensor]()
         tables = self.tables(inputs.width)
-        path_RQT = paths(inputs.visible_RQT, inputs.depth_RT) if self.fixed_order else None
         update, residual = target.embed(inputs.tokens_RQ), None
         for place, layer in enumerate(self.layers):
             hidden, normed = add_norm(update, residual, layer.norm_D, layer.eps)
             features[place] = hidden
-            attended = self._attend(layer, normed, inputs, tables, path_RQT)
+            attended = self._attend(layer, normed, inputs, tables)
             hidden, normed = add_norm(layer.output(attended), hidden, layer.mlp_norm_D, layer.eps)
             update, residual = _mlp(layer, normed), hidden
         features[target.num_layers] = last = add_norm(update, residual, self.norm_D, self.eps)[1]
-        logits = families.head(self.family, last[:, -1:] if inputs.last_only else last)
+        logits = families.head(target.family, last[:, -1:] if inputs.last_only else last)
         read = [features[k] for k in inputs.feature_layers] or [last[..., :0]]
         return TargetOutput(logits, torch.cat(read, dim=-1) if len(read) > 1 else read[0])
 
-    def _attend(
-        self,
-        layer: _Layer,
-        normed: Tensor,
-        inputs: ForwardInput,
-        tables: tuple[Tensor, Tensor],
-        path_RQT: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, layer: _Layer, normed: Tensor, inputs: ForwardInput, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Return the heads' outputs [R, Q, heads x h], before the output matrix."""
         T, Q = inputs.visible_RQT.shape[2], inputs.tokens_RQ.shape[1]
         key, value = inputs.cache.keys_values(layer.number)
@@ -153,12 +114,6 @@ class GpuModelLayers:
             layer.q_norm_h, layer.k_norm_h, layer.eps, None,
         )  # fmt: skip
         seen = slice(0, inputs.width)
-        if path_RQT is not None:
-            attended: Tensor = fixed_attention(
-                q_RQHh, key[:, :, seen], value[:, :, seen], inputs.length_R, path_RQT, inputs.depth_RT[:, T - Q :],
-                layer.scale, layer.window,
-            )  # fmt: skip
-            return attended.flatten(2)
         visible_RQT = inputs.visible_RQT
         if 0 < layer.window < T:  # else no two nodes are farther apart than the window
             visible_RQT = visible_RQT & (inputs.depth_RT[:, T - Q :, None] - inputs.depth_RT[:, None] < layer.window)
@@ -173,18 +128,9 @@ def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     return layer.down(swiglu(*layer.gate_up(x)))  # type: ignore[no-any-return]
 
 
-def _with_fixed_head(family: families.Family) -> families.Family:
-    if type(family.head) is not nn.Linear:
-        raise UnsuitedError("its LM head is not a plain linear layer")
-    return replace(family, head=FixedOrderLinear(family.head))
-
-
-def _layer(layer: Any, place: int, window: int, join_weights: bool, fixed_order: bool) -> _Layer:
+def _layer(layer: Any, place: int, window: int, join_weights: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
-    if fixed_order and not gated:
-        raise UnsuitedError(f"layer {place} has experts, whose products have no fixed order")
-    linear, product = (FixedOrderLinear, fixed_product) if fixed_order else (lambda module: module, F.linear)
     return _Layer(
         number=getattr(attention, "layer_idx", place),
         window=window,
@@ -192,13 +138,13 @@ def _layer(layer: Any, place: int, window: int, join_weights: bool, fixed_order:
         norm_D=layer.input_layernorm.weight.detach(),
         mlp_norm_D=layer.post_attention_layernorm.weight.detach(),
         eps=norm_eps(layer.input_layernorm),
-        qkv=JoinedLinears((attention.q_proj, attention.k_proj, attention.v_proj), join_weights, product),
+        qkv=JoinedLinears((attention.q_proj, attention.k_proj, attention.v_proj), join_weights),
         q_norm_h=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         k_norm_h=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        output=linear(attention.o_proj),
-        gate_up=JoinedLinears((mlp.gate_proj, mlp.up_proj), join_weights, product) if gated else None,
+        output=attention.o_proj,
+        gate_up=JoinedLinears((mlp.gate_proj, mlp.up_proj), join_weights) if gated else None,
         mlp=mlp,
-        down=linear(mlp.down_proj) if gated else None,
+        down=mlp.down_proj if gated else None,
     )
 
 
@@ -215,19 +161,6 @@ class FusedRunner(ModelRunner):
 
     def __call__(self, inputs: ForwardInput) -> TargetOutput:
         return self.fused(inputs)
-
-
-def fused_layers(target: Target, join_weights: bool, fixed_order: bool = False) -> GpuModelLayers | None:
-    """Return the layers of the target by kernels, compared with its own; None where there are no kernels
-    or other layers."""
-    if not available(target.device):
-        return None
-    try:
-        check(fused := GpuModelLayers(target, False, fixed_order))
-    except UnsuitedError as why:
-        log.info("layers run by the model's own code: %s", why)
-        return None
-    return GpuModelLayers(target, True, fixed_order) if join_weights else fused
 
 
 def check(fused: GpuModelLayers) -> None:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.core.cache import slot_mask
-from eyas.gpu import _reference, attention
-from eyas.gpu._ops import splits_of
+from eyas_gpu import _reference
+from eyas_gpu.operators import attention, splits_of
 
 pytest.importorskip("triton")
 from interpreted import interpreted
 
-KERNELS = interpreted("eyas.gpu._attention_kernels")
+KERNELS = interpreted("eyas_gpu._attention_kernels")
 
 
 class Case(NamedTuple):

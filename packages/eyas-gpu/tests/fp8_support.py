@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eyas.runners._fp8 import Fp8Linear
+from eyas_gpu._fp8 import Fp8Linear
 
 __all__ = ["MULTIPLIES", "needs_fp8"]
 

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 STRIDES = "q_r q_n q_h k_r k_k k_s v_r v_k v_s"
-WITH_PRODUCTS = ("_attention_kernels", "_order_kernels")
-FLOATS = ("scale", "eps", "sharpness", "log_stop", "temperature", "rest", "min_p")
+FLOATS = ("scale", "eps", "temperature", "rest", "min_p")
 MOST_SHARED = 99 * 1024  # bytes that a block may have on the smallest of these GPUs
 
 
@@ -68,19 +67,6 @@ KERNELS = {
     "parts": Kernel(
         "_attention_kernels", "_combine_kernel", {"parts": "*fp32", "lse": "*fp32", "out": BF16}, "queries splits",
         {"WIDTH": 128, "BLOCK_S": 64, "BLOCK_H": 128},
-    ),
-    "a product in one order": Kernel(
-        "_order_kernels", "_product_kernel", dict.fromkeys(["x", "weight", "bias", "out"], BF16), "M outputs inputs x_m w_o",
-        {"BIAS": True, "BLOCK_M": 64, "BLOCK_O": 64, "BLOCK_I": 64}, 4, 3,
-    ),
-    "attention in one order": Kernel(
-        "_order_kernels", "_parts_kernel",
-        {"q": BF16, "key": BF16, "value": BF16} | dict.fromkeys(["length", "path", "depth"], I64) | dict.fromkeys(["out", "lse"], F32),
-        f"Q T window {STRIDES} p_r p_q",
-        {"GROUP": 4, "HEADS": 32, "WIDTH": 128, "PART": 512, "WINDOWED": True, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_H": 128}, 4, 2,
-    ),
-    "parts in one order": Kernel(
-        "_order_kernels", "_combine_kernel", {"parts": F32, "lse": F32, "out": BF16}, "queries count", {"WIDTH": 128, "BLOCK_H": 128},
     ),
     "norm": Kernel(
         "_layer_kernels", "_add_norm_kernel", dict.fromkeys(["x", "residual", "weight", "summed", "normed"], BF16), "D x_m r_m",
@@ -136,33 +122,6 @@ KERNELS = {
         "_cycle_kernels", "_commit_kernel", {"store": BF16, "length": I64, "path": I64}, "P p_b s_e s_b s_k s_s",
         {"WIDTH": 128, "BLOCK": 128}, 1,
     ),
-    "children, parts": Kernel(
-        "_growth_kernels", "_best_parts_kernel",
-        {"logits": BF16, "ids": I64, "seed": I64, "greedy": "*u8", "position": I64, "top_key": F32, "top_score": F32, "top_index": "*i32"}
-        | {"sums": F32},
-        "Q V parts level", {"K": 10, "NOISY": True, "HAS_IDS": True, "BLOCK": 1024},
-    ),
-    "children": Kernel(
-        "_growth_kernels", "_best_merge_kernel",
-        {"top_key": F32, "top_score": F32, "top_index": "*i32", "sums": F32, "greedy": "*u8", "index": I64}
-        | {"log_q": F32, "log_confidence": F32},
-        "Q parts", {"K": 10, "COUPLED": False, "BLOCK_P": 128, "BLOCK_C": 1024},
-    ),
-    "a level": Kernel(
-        "_growth_kernels", "_step_kernel",
-        dict.fromkeys(["index", "ids", "node_number", "tokens", "parents", "roots", "next_token", "next_number", "next_parent"], I64)
-        | dict.fromkeys(["log_q", "log_confidence", "node_value", "scores", "values", "next_value"], F32)
-        | {"seen": "*u8", "next_seen": "*u8"},
-        "Q X first slots", {"K": 10, "HAS_IDS": True, "BY_VALUE": True, "FIRST": False, "BLOCK_C": 128, "BLOCK_T": 128},
-    ),
-    "ranks": Kernel("_growth_kernels", "_rank_kernel", {"values": F32, "kept": "*u8"}, "X most", {"BLOCK": 64}),
-    "kept nodes": Kernel("_growth_kernels", "_pack_kernel", {"kept": "*u8", "keep": I64}, "X M", {"BLOCK": 1024}),
-    "tree": Kernel(
-        "_growth_kernels", "_build_kernel",
-        dict.fromkeys(["keep", "tokens", "parents", "token_out", "parent_out", "depth_out"], I64)
-        | dict.fromkeys(["scores", "values", "score_out", "value_out"], F32) | {"candidate_out": "*u8", "mask_out": "*u8"},
-        "X N depth", {"BLOCK": 64},
-    ),
     "gate": Kernel("_layer_kernels", "_swiglu_kernel", dict.fromkeys(["gate", "up", "out"], BF16), "width g_m u_m", {"BLOCK": 1024}),
 }  # fmt: skip
 
@@ -173,7 +132,7 @@ TARGETS = [
     (name, capability)
     for turn, (name, kernel) in enumerate(KERNELS.items())
     for capability in (
-        (80, 90) if kernel.module in WITH_PRODUCTS else (90,) if name == "rounding" else ((80, 90)[turn % 2],)
+        (80, 90) if kernel.module == "_attention_kernels" else (90,) if name == "rounding" else ((80, 90)[turn % 2],)
     )
 ]
 
@@ -191,7 +150,7 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = KERNELS[name]
-    function = getattr(import_module(f"eyas.gpu.{kernel.module}"), kernel.name)
+    function = getattr(import_module(f"eyas_gpu.{kernel.module}"), kernel.name)
     names, floats = function.arg_names, dict.fromkeys(FLOATS, "fp32")
     types = (
         floats
@@ -199,7 +158,7 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
         | dict.fromkeys(kernel.scalars.split(), "i32")
         | dict.fromkeys(kernel.constants, "constexpr")
     )
-    strides = (*STRIDES.split(), "x_m", "w_o") if kernel.name == "_product_kernel" else STRIDES.split()
+    strides = STRIDES.split()
     aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in strides)]
     source = ASTSource(
         function,

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from eyas.core.ops import Ops
-from eyas.runners._matrices import JoinedFp8Linears
+from eyas_gpu._matrices import JoinedFp8Linears
 
-__all__ = ["FP8_CAPABILITY", "TORCH", "Fp8Linear", "TorchOps", "fp8"]
-
-FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability
+__all__ = ["TORCH", "Fp8Linear", "TorchOps", "fp8"]
 
 Net = TypeVar("Net", bound=nn.Module)
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from eyas.gpu import _reference, add_norm, join_norms, quantise, rms_norm, rotate_and_store, swiglu
+from eyas_gpu import _reference
+from eyas_gpu.operators import add_norm, join_norms, quantise, rms_norm, rotate_and_store, swiglu
 
 pytest.importorskip("triton")
 from interpreted import interpreted
 
-KERNELS = interpreted("eyas.gpu._layer_kernels")
+KERNELS = interpreted("eyas_gpu._layer_kernels")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

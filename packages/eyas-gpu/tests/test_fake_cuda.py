@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-RUNS = Path(__file__).parents[2] / "runs"
+RUNS = Path(__file__).parents[3] / "runs"
 pytestmark = pytest.mark.slow
 
 

@@ -15,10 +15,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.gpu import RotaryTables, add_norm, attention, join_norms, rms_norm, rotate_and_store, swiglu
 from eyas.nn import DecoderLayer, DraftCache, RMSNorm
-from eyas.runners._fp8 import Fp8Linear
-from eyas.runners._matrices import JoinedFp8Linears, JoinedLinears
+from eyas_gpu._fp8 import Fp8Linear
+from eyas_gpu._matrices import JoinedFp8Linears, JoinedLinears
+from eyas_gpu._tables import RotaryTables
+from eyas_gpu.operators import add_norm, attention, join_norms, rms_norm, rotate_and_store, swiglu
 
 __all__ = ["GpuLayer", "with_gpu_kernels"]
 

@@ -1,8 +1,10 @@
-"""The GPU kernels as operators of torch, one kernel each: by Triton on CUDA, in torch
-(`_reference.py`) on a CPU.
+"""The GPU kernels as operators of torch: by Triton on CUDA, in torch (`_reference.py`) on a CPU. Those of verification
+run by Triton alone; their reference is in `eyas.core`.
 
 As operators they have shapes without being run, so torch.compile and tests on fake tensors see
-through them.
+through them. This module knows no model and no cache.
+Letters: R rows, Q new nodes, T nodes in slots, H heads, K key-value heads, W slots, h head size; in verification B rows,
+N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from eyas.gpu import _reference
+from eyas_gpu import _reference
 
-__all__ = ["add_norm", "attention", "available", "join_norms", "quantise", "rms_norm", "rotate_and_store", "swiglu"]
+__all__ = [
+    "KERNELS", "add_norm", "attention", "available", "choose", "commit", "draw", "filtered", "given_path", "join_norms",
+    "quantise", "rms_norm", "rotate_and_store", "swiglu",
+]  # fmt: skip
 
+KERNELS = {"draw": 2, "choose": 2}  # operators of more than one kernel
 CAPABILITY = (8, 0)  # the least CUDA compute capability: bfloat16 in matrix products
 PARTS_PER_PROCESSOR = 2  # blocks of the attention kernel that a streaming multiprocessor should have
 MIN_PART_KEYS = 64  # the least number of keys of a part
@@ -41,7 +47,7 @@ def available(device: torch.device) -> bool:
 
 def kernels(name: str) -> ModuleType:
     """Return the module of Triton kernels with this name. It can be imported on a GPU only."""
-    return import_module(f"eyas.gpu._{name}_kernels")
+    return import_module(f"eyas_gpu._{name}_kernels")
 
 
 def operator(
@@ -180,3 +186,45 @@ def rotate_and_store(
 @operator("layer", _reference.swiglu)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
+
+
+@operator("cycle")
+def draw(
+    scores_BNV: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor, greedy_B: Tensor, noisy: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the largest score + noise at each node, int64 [B, N]; which nodes have NaN among their
+    scores. noisy: not all rows are greedy."""
+    shape = scores_BNV.shape[:2]
+    return scores_BNV.new_empty(shape, dtype=torch.int64), scores_BNV.new_empty(shape, dtype=torch.bool)
+
+
+@operator(lambda *x: kernels("cycle").choose(*x[:-2], x[-1]))
+def choose(
+    scores_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, seed_B: Tensor,
+    greedy_B: Tensor, noisy: bool, longest: int,
+) -> Tensor:  # fmt: skip
+    """`draw` at every node, then the path of the nodes that were drawn at their parents:
+    `core.cycle.Cycle.host_result_BX`."""
+    return tokens_BN.new_empty(tokens_BN.shape[0], 3 + 2 * longest)
+
+
+@operator("cycle")
+def given_path(
+    tokens_BN: Tensor, parents_BN: Tensor, acceptable_BN: Tensor, depth_BN: Tensor, position_B: Tensor, bonus_B: Tensor, has_nan_B: Tensor,
+    rates_D: Tensor, seed: int, stride: int,
+) -> Tensor:  # fmt: skip
+    """Return the path to a deepest candidate, cut where a test with the rate of its depth fails, as
+    `Cycle.host_result_BX` (`eyas_lab.bench.simulate`)."""
+    return tokens_BN.new_empty(tokens_BN.shape[0], 5 + 2 * rates_D.shape[0])
+
+
+@operator("score")
+def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Steps 6 to 9 of `core.sampling.apply_sampling`: float32 scores, -inf for excluded tokens."""
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+@operator("cycle", changes=("store",))
+def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
+    """See `core.cache.commit_path`."""
+    return

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of GPU kernels."""
+
+from __future__ import annotations
+
+from fake_graphs import without_cpu_kernels  # noqa: F401  # a fixture

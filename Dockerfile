@@ -2,7 +2,7 @@
 #     docker build -t eyas-cuda .
 #     docker build -t eyas-cpu --build-arg PIP_EXTRA_INDEX_URL=ADDRESS_OF_PYTORCHS_CPU_WHEELS .
 #     docker run -p 127.0.0.1:8000:8000 -e EYAS_API_KEY=... -v eyas-cache:/home/eyas/.cache eyas-cpu [--target MODEL --draft HEAD ...]
-# For CUDA add --gpus all to `docker run`: the wheels bring CUDA's libraries, the host brings the driver.
+# For CUDA add --gpus all to `docker run`: the wheels bring CUDA's libraries, the host brings the driver. GPU kernels: packages/eyas-gpu.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 

@@ -87,9 +87,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(part)
     elif isinstance(value, DraftSession | KVCache):
-        yield from tensors_in(
-            {name: part for name, part in vars(value).items() if name not in ("dormant_input", "drafts", "missed")}
-        )
+        yield from tensors_in({name: part for name, part in vars(value).items() if name not in ("drafts", "missed")})
 
 
 def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], Step]]:

@@ -1,9 +1,12 @@
-"""Drafting that may pause: before each cycle a policy, or the requests themselves, decide whether a
-method drafts, and with which tree.
+"""Drafting that may pause: before each cycle a policy and the requests decide whether a method drafts, and with which
+tree (`plan_cycle`).
 
     decision              all active rows plain    a fallback drafts        some rows plain, or none
     tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
     method's session      is dormant               is dormant               drafts for all rows
+
+What requests ask for is applied to that tree (core/row_drafts.py). While the answers of all rows follow their
+continuations for many tokens, the method is dormant: its own tree could add little.
 
 A method that drafts from the text alone, as a fallback does, may be given a chooser
 (`Decision.chooser`): it drafts in every cycle, and the chooser decides which of its nodes are
@@ -24,13 +27,13 @@ says; the policy is not asked about cycles in which all rows are plain for that 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs
 nothing while it does not draft.
 
-This module knows no method and no policy.
+This module knows no method, no policy and no feature.
 Letters: B rows, P places of the longest path, T tokens, F feature width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -38,10 +41,15 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession, NodeChooser, TreeSize, method_name
+from eyas.core.features import Continuation
 from eyas.core.requests import Step
+from eyas.core.row_drafts import add_continuations, continuations_of, guides_of, is_confident, limit_nodes
 from eyas.core.tree import Draft, TargetOutput, Tree, Verdict
 
-__all__ = ["ARM_OFF", "MAX_STORED_TOKENS", "AdaptiveDrafter", "Decision", "DormantSession", "Policy", "with_policy"]
+__all__ = [
+    "ARM_OFF", "MAX_STORED_TOKENS", "AdaptiveDrafter", "CyclePlan", "Decision", "DormantSession", "Policy", "plan_cycle",
+    "with_policy",
+]  # fmt: skip
 
 ARM_OFF = "off"  # the arm of cycles that are plain because no request in them wants drafts
 MAX_STORED_TOKENS = 512  # most tokens that are stored for a row, padding included
@@ -53,6 +61,7 @@ class Decision:
 
     tree_size: TreeSize | None = None  # size of a dynamic tree; None: the drafter's options decide
     plain: frozenset[int] = frozenset()  # rows without a draft
+    predicted: frozenset[int] = frozenset()  # those of them whose tree is a confident continuation
     # name of the choice, for `Policy.observe`: an arm of its bandit, such as "base" or "draft", or
     # another name, such as "explore"
     arm: str = ""
@@ -67,8 +76,10 @@ class Decision:
         return self.fallback is None and not self.plain
 
     def label(self, row: int) -> str:
-        """Return a name for the row's draft: "plain" (none), the fallback's name, "nodes/depth/branch", or "fixed"
-        (the size that the options give)."""
+        """Return a name for the row's draft: "prediction", "plain" (none), the fallback's name, "nodes/depth/branch",
+        or "fixed" (the size that the options give)."""
+        if row in self.predicted:
+            return "prediction"
         if row in self.plain:
             return "plain"
         if self.fallback is not None:
@@ -123,7 +134,7 @@ class AdaptiveDrafter(Drafter):
         return self.drafter.parts or (self.drafter,)
 
     def open(self, rows: int) -> DraftSession:
-        return DormantSession(self.drafter.open(rows), rows, self.policy, self.drafter.max_tree)
+        return DormantSession(self, rows)
 
     def describe(self) -> dict[str, object]:
         return self.drafter.describe()
@@ -161,58 +172,103 @@ class _Missed:
     padded_tokens: int = 0  # number of stored tokens, padding included
 
 
-class DormantSession(DraftSession):
-    """A session of a method, and the tokens that it misses while it is dormant.
+@dataclass(frozen=True)
+class CyclePlan:
+    """What one cycle drafts."""
+
+    cycle_input: CycleInput
+    decision: Decision  # the policy's, within the limits of the requests
+    asked: Decision | None = None  # the policy's own, from whose result it learns; None: it learns nothing
+    fallback_draft: Draft | None = None  # of the fallback, if the decision depended on it
+    guided: Collection[int] = ()  # rows whose features guide drafts
+    continuations: Mapping[int, Sequence[Continuation]] = field(default_factory=dict)  # of rows that have any
+    all_plain: bool = False  # whether neither the method nor a fallback drafts
+
+    @property
+    def dormant(self) -> bool:
+        """Whether the method's session is dormant."""
+        return self.all_plain or self.decision.fallback is not None
+
+
+Asked = tuple[Decision | None, Draft | None]  # a policy's decision; the fallback's draft, if it depended on that
+
+
+def plan_cycle(cycle_input: CycleInput, max_tree: TreeSize | None, ask: Callable[[CycleInput], Asked]) -> CyclePlan:
+    """Return what the cycle drafts.
 
     Args:
-        policy: decides about every cycle; None: the method drafts with its own options for all rows
-            that want drafts.
         max_tree: `Drafter.max_tree` of the method.
+        ask: asks the policy; not called if no row wants the method's drafts, because it is off or has a confident
+            continuation.
+    """
+    rows, limits = frozenset(cycle_input.active_rows), cycle_input.draft_limits
+    guides = guides_of(cycle_input)
+    continuations = continuations_of(guides, cycle_input)
+    off = frozenset(row for row in rows if limits and limits[row] == 0)
+    confident = frozenset(row for row, found in continuations.items() if is_confident(found[0]))
+    if rows == off | confident:
+        decision = Decision(plain=rows, predicted=confident, arm=ARM_OFF)
+        return CyclePlan(cycle_input, decision, None, None, guides, continuations, all_plain=True)
+    asked, fallback_draft = ask(cycle_input)
+    decision = asked or FIXED
+    size = _limited_size([limits[row] for row in rows] if limits else [None], decision.tree_size or max_tree)
+    if off or size is not None:
+        decision = replace(decision, plain=decision.plain | off, tree_size=size or decision.tree_size)
+    asked = None if continuations else asked  # the result is not the policy's own
+    return CyclePlan(cycle_input, decision, asked, fallback_draft, guides, continuations, decision.plain >= rows)
+
+
+def _limited_size(limits: Sequence[int | None], size: TreeSize | None) -> TreeSize | None:
+    """Return the size of a dynamic tree if every active row is limited to fewer nodes than the tree of this size has;
+    else None."""
+    max_limit = max((limit for limit in limits if limit is not None), default=0)
+    if size is None or not max_limit or None in limits or max_limit + 1 >= size.nodes:
+        return None
+    return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
+
+
+class DormantSession(DraftSession):
+    """The session of a drafter, with the wishes of the requests in its rows, and the tokens that the method misses while
+    it is dormant.
+
+    Args:
+        drafter: a method; or an `AdaptiveDrafter`, whose policy decides about every cycle.
     """
 
-    def __init__(self, session: DraftSession, rows: int, policy: Policy | None, max_tree: TreeSize | None) -> None:
-        self.session, self.rows, self.policy, self.max_tree = session, rows, policy, max_tree
-        self.decision: Decision | None = None  # about the current cycle; None: not made yet
-        self.policy_decision: Decision | None = None  # the policy's decision about the current cycle
-        self.learns = True  # whether the policy learns from it; False if predictions or constraints added nodes
-        self.all_off = False  # whether no row of that cycle wants drafts
+    def __init__(self, drafter: Drafter, rows: int) -> None:
+        method, policy = (drafter.drafter, drafter.policy) if isinstance(drafter, AdaptiveDrafter) else (drafter, None)
+        self.session, self.rows, self.policy, self.max_tree = method.open(rows), rows, policy, method.max_tree
+        self.plan: CyclePlan | None = None  # of the current cycle; None: not made yet
+        self.all_off = False  # whether no row of the last planned cycle wanted the method's drafts
         self.missed: list[_Missed | None] = [None] * rows
         self.long_prompt = [False] * rows  # whether the row's prompt is too long to be stored
         self.has_drafted = [False] * rows  # whether the session has drafted for the request that is or was in the row
         self.root_tree: Tree | None = None  # the tree of plain cycles, made at the first one
-        self.dormant_input: CycleInput | None = None  # the current cycle's input, if the session is dormant in it
         self.fallback: _FallbackSession | None = None  # opened when a decision first names a fallback
-        self.fallback_draft: Draft | None = None  # the current cycle's, if the decision depended on it
         self.active_rows: set[int] = set()
 
-    def _decide(self, cycle_input: CycleInput) -> Decision:
-        """Return the decision about the current cycle, made once, by `capturable` or by `draft`."""
-        if self.decision is None:
-            self.active_rows = set(cycle_input.active_rows)
-            limits = cycle_input.draft_limits
-            off = frozenset(row for row in cycle_input.active_rows if limits[row] == 0) if limits else frozenset()
-            self.all_off = bool(off) and off.issuperset(self.active_rows)
-            if self.all_off:
-                self.decision = Decision(plain=off, arm=ARM_OFF)
-            else:
-                self.policy_decision = self._ask(cycle_input)
-                self.decision = asked = self.policy_decision or FIXED
-                size = self._limited_size(cycle_input)
-                if off or size is not None:
-                    self.decision = replace(asked, plain=asked.plain | off, tree_size=size or asked.tree_size)
-        return self.decision
+    @property
+    def decision(self) -> Decision | None:
+        """The decision about the current cycle."""
+        return None if self.plan is None else self.plan.decision
 
-    def _ask(self, cycle_input: CycleInput) -> Decision | None:
+    def _planned(self, cycle_input: CycleInput) -> CyclePlan:
+        """Return the plan of the current cycle, made once, by `capturable` or by `draft`."""
+        if self.plan is None:
+            self.active_rows = set(cycle_input.active_rows)
+            self.plan = plan_cycle(cycle_input, self.max_tree, self._ask)
+            self.all_off = self.plan.decision.arm == ARM_OFF
+        return self.plan
+
+    def _ask(self, cycle_input: CycleInput) -> Asked:
         """Return the policy's decision: `otherwise`, if no node of the fallback's draft is to be verified."""
-        self.fallback_draft = None
-        decision = self.policy.decide(cycle_input) if self.policy is not None else None
+        decision = None if self.policy is None else self.policy.decide(cycle_input)
         if decision is None or decision.otherwise is None:
-            return decision
+            return decision, None
         draft = self._draft_fallback(decision, cycle_input)
         if len(_rows_without_drafts(draft, cycle_input.active_rows)) == len(cycle_input.active_rows):
-            return decision.otherwise
-        self.fallback_draft = draft
-        return decision
+            return decision.otherwise, None
+        return decision, draft
 
     def _draft_fallback(self, decision: Decision, cycle_input: CycleInput) -> Draft:
         assert decision.fallback is not None
@@ -220,26 +276,11 @@ class DormantSession(DraftSession):
             self.fallback = _FallbackSession(decision.fallback, self.rows)
         return self.fallback.draft(replace(cycle_input, chooser=decision.chooser))
 
-    def _limited_size(self, cycle_input: CycleInput) -> TreeSize | None:
-        """Return the size of a dynamic tree if every active row is limited to fewer nodes than the tree
-        has; else None."""
-        limits = [cycle_input.draft_limits[row] for row in cycle_input.active_rows] if cycle_input.draft_limits else []
-        size = (
-            self.policy_decision.tree_size
-            if self.policy_decision is not None and self.policy_decision.tree_size is not None
-            else self.max_tree
-        )
-        max_limit = max((limit for limit in limits if limit is not None), default=0)
-        if size is None or not max_limit or None in limits or max_limit + 1 >= size.nodes:
-            return None
-        return TreeSize(max_limit + 1, min(max_limit, size.depth), size.branch)
-
     def observe(self, steps: Sequence[Step]) -> None:
-        asked_decision, self.policy_decision, self.decision = self.policy_decision, None, None
-        if self.learns and asked_decision is not None and self.policy is not None:
-            self.policy.observe(
-                [step if step.decision is asked_decision else replace(step, decision=asked_decision) for step in steps]
-            )
+        plan, self.plan = self.plan, None
+        if self.policy is not None and plan is not None and plan.asked is not None:
+            asked = plan.asked
+            self.policy.observe([step if step.decision is asked else replace(step, decision=asked) for step in steps])
 
     def observe_prompt(self, row: int, tokens: int, seconds: float) -> None:
         if self.policy is not None and not self.all_off and not self.long_prompt[row]:
@@ -248,8 +289,10 @@ class DormantSession(DraftSession):
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         """Return the session's answer. The session first reads what it missed, because a recorded cycle
         cannot do that."""
-        decision = self._decide(cycle_input)
-        if not decision.drafts_every_row or cycle_input.draft_limits:
+        if cycle_input.draft_limits or guides_of(cycle_input):
+            return None
+        decision = self._planned(cycle_input).decision
+        if not decision.drafts_every_row:
             return None
         self._wake(cycle_input)
         capturable = self.session.capturable(replace(cycle_input, tree_size=decision.tree_size))
@@ -293,32 +336,42 @@ class DormantSession(DraftSession):
         missed.padded_tokens += len(tokens_T)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
-        decision = self._decide(cycle_input)
-        plain, fallback = decision.plain, decision.fallback
-        all_plain = bool(plain) and plain.issuperset(cycle_input.active_rows)
-        self.dormant_input = cycle_input if all_plain or fallback is not None else None
-        if all_plain:
-            root_tokens_B = cycle_input.tokens_B
-            self.root_tree = self.root_tree or Tree.chain(len(root_tokens_B), 1, root_tokens_B.device)
-            return Draft(self.root_tree, root_tokens_B[:, None])
-        if fallback is None:
+        plan = self._planned(cycle_input)
+        draft = self._root(cycle_input.tokens_B) if plan.all_plain else self._draft(plan, cycle_input)
+        if plan.continuations:
+            draft = add_continuations(draft, plan.continuations)
+        if plan.guided and draft.q_BNV is not None:
+            deterministic_B = torch.zeros_like(cycle_input.active_B)
+            deterministic_B[sorted(plan.guided)] = True
+            draft = replace(draft, deterministic_B=deterministic_B)
+        return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
+
+    def _root(self, tokens_B: Tensor) -> Draft:
+        self.root_tree = self.root_tree or Tree.chain(len(tokens_B), 1, tokens_B.device)
+        return Draft(self.root_tree, tokens_B[:, None])
+
+    def _draft(self, plan: CyclePlan, cycle_input: CycleInput) -> Draft:
+        """Return the tree of the method, or of the fallback, without nodes in plain rows."""
+        decision = plan.decision
+        if decision.fallback is not None:
+            draft = plan.fallback_draft or self._draft_fallback(decision, cycle_input)
+        else:
             self._wake(cycle_input)
             if decision is not FIXED:
                 cycle_input = replace(cycle_input, tree_size=decision.tree_size, chooser=decision.chooser)
             draft = self.session.draft(cycle_input)
-        else:
-            draft = self.fallback_draft or self._draft_fallback(decision, cycle_input)
         if decision.chooser is not None:
-            self.decision = replace(decision, plain=plain | _rows_without_drafts(draft, cycle_input.active_rows))
-        return _without_drafts(draft, plain) if plain else draft
+            without_drafts = _rows_without_drafts(draft, cycle_input.active_rows)
+            self.plan = replace(plan, decision=replace(decision, plain=decision.plain | without_drafts))
+        return _without_drafts(draft, decision.plain) if decision.plain else draft
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        if self.dormant_input is None:
+        if self.plan is None or not self.plan.dormant:
             self.session.commit(draft, verdict, output)
             return
-        accepted = _accepted(draft, verdict, output)
-        for row in self.dormant_input.active_rows:
-            missed = self.missed[row] = self.missed[row] or _Missed(len(self.dormant_input.row_tokens[row]) - 1)
+        accepted, cycle_input = _accepted(draft, verdict, output), self.plan.cycle_input
+        for row in cycle_input.active_rows:
+            missed = self.missed[row] = self.missed[row] or _Missed(len(cycle_input.row_tokens[row]) - 1)
             missed.cycles.append(accepted)
             missed.padded_tokens += accepted.tokens_BP.shape[1]
             if missed.padded_tokens >= MAX_STORED_TOKENS:

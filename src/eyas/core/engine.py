@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 
 from eyas.core.cycle import CycleRunner, Verify
+from eyas.core.dormant import DormantSession
 from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
-from eyas.core.row_drafts import RequestDraftSession, check_draft
+from eyas.core.row_drafts import check_draft
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target, refuse_autocast
 from eyas.core.tree import Cycle, Draft, Verdict
@@ -84,7 +85,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.target, self.watch = target, watch
         self.target_session = target.open(rows, drafter.feature_layers)
-        self.draft_session = RequestDraftSession(drafter, rows)
+        self.draft_session = DormantSession(drafter, rows)
         self.cycle_runner = CycleRunner(self.target_session, self.draft_session, verify)
         if watch is None:
             self.cycle_runner = target.runner.wrap_cycle(self.cycle_runner)
@@ -242,7 +243,7 @@ class Decoder:
             tokens, path = [*rest[1:length], bonus], tuple(rest[P : P + length])
             step_fields = prefill_fields
             if step_fields is None:
-                step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.label}
+                step_fields = {"path": path, "draft": cycle.draft, "decision": self.draft_session.decision}
             good, error = (0, self.target.nan_error(row.tokens)) if nan else cycle.first_failure(number, path)
             emitted, error = row.emit(tokens[:good], error)
             if row.finish:

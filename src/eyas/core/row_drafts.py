@@ -1,12 +1,8 @@
-"""The options of each request about its drafts, applied to the session of any method.
+"""The options of each request about its drafts, applied to the draft of any method (by core/dormant.py).
 
-    Request.draft          "off": a plain row (core/dormant.py); n: at most n acceptable nodes below the root
+    Request.draft          "off": a plain row; n: at most n acceptable nodes below the root
     Request.features       text that may, or must, come next (`RowFeature.continuations`), such as a predicted text:
                            its tree is merged with the method's
-
-If no request of a cycle uses these, the method's draft is returned as it is. While the answers of
-all rows follow their continuations for many tokens, the method's session is dormant: its own tree
-could add little.
 
 **Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit
 keeps the most probable nodes. If children are sampled from q, whether a node is kept must not
@@ -25,21 +21,20 @@ of the continuations' one, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from eyas.core.dormant import AdaptiveDrafter, Decision, DormantSession
-from eyas.core.drafter import Capturable, CycleInput, Drafter
+from eyas.core.drafter import CycleInput
 from eyas.core.features import Continuation, RowFeature
 from eyas.core.params import is_whole
-from eyas.core.requests import DecisionLabel, Request
+from eyas.core.requests import Request
 from eyas.core.tree import Draft, Tree, build_trie, merge, padded_nodes
 from eyas.errors import OptionError
 
-__all__ = ["RequestDraftSession", "check_draft", "limit_nodes"]
+__all__ = ["add_continuations", "check_draft", "continuations_of", "guides_of", "is_confident", "limit_nodes"]
 
 # a row whose text has followed its continuation for this many tokens, or that has as many forced
 # ones, needs no other draft
@@ -53,69 +48,7 @@ def check_draft(request: Request) -> None:
         raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
 
 
-@dataclass(frozen=True)
-class PredictionDecision:
-    """The label of cycles in which the method was dormant because rows follow their continuations."""
-
-    decision: DecisionLabel
-    rows: frozenset[int]  # rows whose continuation is confident
-
-    def label(self, row: int) -> str:
-        return "prediction" if row in self.rows else self.decision.label(row)
-
-
-class RequestDraftSession(DormantSession):
-    """The session of a drafter, with the wishes of the requests in its rows: limits and continuations."""
-
-    def __init__(self, drafter: Drafter, rows: int) -> None:
-        method, policy = (drafter.drafter, drafter.policy) if isinstance(drafter, AdaptiveDrafter) else (drafter, None)
-        super().__init__(method.open(rows), rows, policy, method.max_tree)
-        self._prediction: PredictionDecision | None = None  # the label of a cycle in which it is not `decision`
-
-    @property
-    def label(self) -> DecisionLabel | None:
-        """The decision about the current cycle."""
-        return self._prediction or self.decision
-
-    def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        if cycle_input.draft_limits or _guides(cycle_input):
-            return None
-        self.learns, self._prediction = True, None
-        return super().capturable(cycle_input)
-
-    def draft(self, cycle_input: CycleInput) -> Draft:
-        guided = _guides(cycle_input)
-        continuations = {row: _continuations(row, guides, cycle_input) for row, guides in guided.items()}
-        continuations = {row: found for row, found in continuations.items() if found}
-        draft = super().draft(self._without_method(cycle_input, continuations))
-        self.learns = not continuations
-        if continuations:
-            draft = _merge(draft, continuations)
-        if guided and draft.q_BNV is not None:
-            deterministic_B = torch.zeros_like(cycle_input.active_B)
-            deterministic_B[sorted(guided)] = True
-            draft = replace(draft, deterministic_B=deterministic_B)
-        return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
-
-    def _without_method(self, cycle_input: CycleInput, continuations: dict[int, list[Continuation]]) -> CycleInput:
-        """Return the input for the method: if every row is off, or has a confident continuation, no row
-        wants its drafts."""
-        limits, rows = cycle_input.draft_limits, cycle_input.active_rows
-        self._prediction = None
-        confident = frozenset(row for row, found in continuations.items() if _confident(found[0]))
-        if not confident or any(row not in confident and not (limits and limits[row] == 0) for row in rows):
-            return cycle_input
-        self._prediction = PredictionDecision(Decision(plain=frozenset(rows)), confident)
-        return replace(cycle_input, draft_limits=(0,) * len(cycle_input.sampling))
-
-
-def _confident(continuation: Continuation) -> bool:
-    return (
-        continuation.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(continuation.tokens) >= CONFIDENT_TOKENS
-    )
-
-
-def _guides(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
+def guides_of(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
     """Return the features that guide drafts, for each active row that has any."""
     if not cycle_input.features:
         return {}
@@ -123,15 +56,29 @@ def _guides(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:
     return {row: features for row, features in guides.items() if features}
 
 
-def _continuations(row: int, guides: Sequence[RowFeature], cycle_input: CycleInput) -> list[Continuation]:
-    """Return possible continuations of the row's text, the most certain first; none if the row is not to be drafted
-    for."""
-    if cycle_input.draft_limits and cycle_input.draft_limits[row] == 0:
-        return []
-    return [found for feature in guides for found in feature.continuations(cycle_input.row_tokens[row])]
+def continuations_of(
+    guides: Mapping[int, Sequence[RowFeature]], cycle_input: CycleInput
+) -> dict[int, list[Continuation]]:
+    """Return possible continuations of the text of each row that has any, the most certain first; none of rows that are
+    not to be drafted for."""
+    limits, continuations = cycle_input.draft_limits, dict[int, list[Continuation]]()
+    for row, features in guides.items():
+        if limits and limits[row] == 0:
+            continue
+        text = cycle_input.row_tokens[row]
+        if found := [continuation for feature in features for continuation in feature.continuations(text)]:
+            continuations[row] = found
+    return continuations
 
 
-def _merge(draft: Draft, continuations: dict[int, list[Continuation]]) -> Draft:
+def is_confident(continuation: Continuation) -> bool:
+    """Return whether a row with this continuation needs no other draft."""
+    return (
+        continuation.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(continuation.tokens) >= CONFIDENT_TOKENS
+    )
+
+
+def add_continuations(draft: Draft, continuations: Mapping[int, Sequence[Continuation]]) -> Draft:
     """Return the method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
     5, 9, ... nodes, so that few shapes occur."""
     tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}

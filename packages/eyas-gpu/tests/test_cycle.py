@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +128,13 @@ def test_filters(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytes
     assert torch.equal(found, expected)
     logits[1, 1, 40] = math.nan
     assert OPS.scores(logits[1:, 1:], law[1:], None)[0, 0, 40].isnan()
+
+
+def test_every_field_of_sampling_is_served() -> None:
+    """Guards a new filter, which the kernel of scores would leave out: the text would not be the target's."""
+    by_the_kernel = {"temperature", "top_k", "top_p", "min_p"}
+    by_torch = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}  # adjustments
+    assert {field.name for field in fields(Sampling)} == by_the_kernel | by_torch | {"seed"}
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ class Case(NamedTuple):
     kv_heads: int = 2
     width: int = 64
     window: int = 0
-    sink: int = 0
     splits: int = 3
     dtype: torch.dtype = torch.float32
 
@@ -68,7 +67,7 @@ def by_torch(case: Case, x: Inputs) -> Tensor:
     allowed = slot_mask(x.length, x.visible, W)
     if case.window:
         slot = torch.arange(W)
-        near = (x.position[..., None] - slot < case.window) | (slot < case.sink) | (slot >= x.length[:, None, None])
+        near = (x.position[..., None] - slot < case.window) | (slot >= x.length[:, None, None])
         allowed = allowed & near
     key, value = (y.double().nan_to_num().repeat_interleave(case.heads // case.kv_heads, 1) for y in (x.key, x.value))
     return F.scaled_dot_product_attention(
@@ -79,11 +78,11 @@ def by_torch(case: Case, x: Inputs) -> Tensor:
 def by_kernels(case: Case, x: Inputs) -> Tensor:
     out, scale = torch.empty_like(x.q), case.width**-0.5
     if case.splits == 1:
-        KERNELS.parts(*x, scale, case.window, case.sink, out[None], None)
+        KERNELS.parts(*x, scale, case.window, out[None], None)
         return out
     parts = torch.full((case.splits, *x.q.shape), math.nan)
     lse = torch.full((case.splits, *x.q.shape[:3]), math.nan)
-    KERNELS.parts(*x, scale, case.window, case.sink, parts, lse)
+    KERNELS.parts(*x, scale, case.window, parts, lse)
     KERNELS.combine(parts, lse, out)
     return out
 
@@ -105,8 +104,7 @@ CASES = {
     "groups of eight": Case(heads=8, kv_heads=1, nodes=9),
     "groups of three": Case(heads=6, kv_heads=2),
     "a window": Case(lengths=(200, 20), window=40),
-    "a window with sinks": Case(lengths=(200, 20), window=40, sink=4, splits=5),
-    "a window, many nodes": Case(lengths=(150, 7), nodes=60, window=70, sink=2),
+    "a window, many nodes": Case(lengths=(150, 7), nodes=60, window=70),
     "a window smaller than a block": Case(lengths=(300,), nodes=2, window=3, splits=4),
 }
 
@@ -118,7 +116,7 @@ IN_BFLOAT16 = (
     "a prompt",
     "heads of 96",
     "groups of eight",
-    "a window with sinks",
+    "a window",
 )
 
 
@@ -149,10 +147,10 @@ def test_reference_is_attention(name: str) -> None:
     x = inputs(case)
     x = x._replace(key=x.key.nan_to_num(), value=x.value.nan_to_num())
     found = _reference.attention_combine(
-        *_reference.attention_parts(*x, case.width**-0.5, case.window, case.sink, case.splits), torch.float32
+        *_reference.attention_parts(*x, case.width**-0.5, case.window, case.splits), torch.float32
     )  # fmt: skip
     torch.testing.assert_close(found.double(), by_torch(case, x), rtol=1e-5, atol=1e-5)
-    operator = attention(*x, case.width**-0.5, case.window, case.sink)
+    operator = attention(*x, case.width**-0.5, case.window)
     torch.testing.assert_close(operator.double(), by_torch(case, x), rtol=1e-5, atol=1e-5)
 
 

@@ -42,7 +42,7 @@ def attention(block_m: int, single: bool, windowed: bool) -> Kernel:
             "out": BF16 if single else "*fp32",
         }
         | {"lse": "*fp32"},
-        f"Q T splits window sink {STRIDES} m_r m_q m_t",
+        f"Q T splits window {STRIDES} m_r m_q m_t",
         {
             "GROUP": 4,
             "HEADS": 32,

@@ -97,7 +97,7 @@ def test_layers_by_the_kernels_themselves(family: str, monkeypatch: pytest.Monke
     def attention(*inputs: Any) -> Tensor:
         q_RQHh, window = inputs[0], inputs[7]
         parts, lse = torch.empty(3, *q_RQHh.shape), torch.empty(3, *q_RQHh.shape[:3])
-        attending.parts(*inputs[:7], window, 0, parts, lse)
+        attending.parts(*inputs[:7], window, parts, lse)
         attending.combine(parts, lse, out := torch.empty_like(q_RQHh))
         return out
 

@@ -17,10 +17,10 @@ __all__ = ["combine", "parts"]
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["Q", "T", "splits", "window", "sink", "m_r", "m_q", "m_t"])
+@triton.jit(do_not_specialize=["Q", "T", "splits", "window", "m_r", "m_q", "m_t"])
 def _parts_kernel(
     q, key, value, length, visible, position, out, lse,
-    Q, T, splits, scale, window, sink,
+    Q, T, splits, scale, window,
     q_r, q_n, q_h, k_r, k_k, k_s, v_r, v_k, v_s, m_r, m_q, m_t,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, SINGLE: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -40,10 +40,9 @@ def _parts_kernel(
     total = committed + T
     position_M = tl.full([BLOCK_M], 0, tl.int32)
     origin = 0
-    if WINDOWED:  # slots before all queries' windows are not read, unless sinks are among them
+    if WINDOWED:  # slots before all queries' windows are not read
         position_M = tl.load(position + row * Q + node_M, mask=there_M, other=2**30).to(tl.int32)
-        near = tl.minimum(tl.maximum(tl.min(position_M, 0) - window + 1, 0), committed) // BLOCK_N * BLOCK_N
-        origin = tl.where(sink > 0, 0, near)
+        origin = tl.minimum(tl.maximum(tl.min(position_M, 0) - window + 1, 0), committed) // BLOCK_N * BLOCK_N
     share = ((total - origin + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     begin = origin + part * share
     end = tl.minimum(begin + share, total)
@@ -60,7 +59,7 @@ def _parts_kernel(
         score_MN = tl.dot(q_Mh, tl.trans(key_Nh), input_precision="ieee") * scale
         allowed_MN = there_M[:, None] & inside_N[None, :]
         if WINDOWED:
-            near_MN = (position_M[:, None] - slot_N[None, :] < window) | (slot_N[None, :] < sink)
+            near_MN = position_M[:, None] - slot_N[None, :] < window
             allowed_MN = allowed_MN & (near_MN | (slot_N[None, :] >= committed))
         if start + BLOCK_N > committed:  # slots of nodes: the tree's mask
             node_N = slot_N - committed
@@ -108,7 +107,7 @@ def _combine_kernel(
 
 def parts(
     q_RQHh: Tensor, key_RKSh: Tensor, value_RKSh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor,
-    scale: float, window: int, sink: int, out_SRQHh: Tensor, lse_SRQH: Tensor | None,
+    scale: float, window: int, out_SRQHh: Tensor, lse_SRQH: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill `out` and `lse` (base 2): see `_reference.attention_parts`. Without `lse` there is one
     part, which is the result."""
@@ -121,7 +120,7 @@ def parts(
     _parts_kernel[grid](
         q_RQHh, key_RKSh, value_RKSh, length_R, visible_RQT.view(torch.uint8), position_RQ.contiguous(),
         out_SRQHh, out_SRQHh if lse_SRQH is None else lse_SRQH,
-        Q, visible_RQT.shape[2], S, scale * LOG2_E, window, sink,
+        Q, visible_RQT.shape[2], S, scale * LOG2_E, window,
         *q_RQHh.stride()[:3], *key_RKSh.stride()[:3], *value_RKSh.stride()[:3], *visible_RQT.stride(),
         GROUP=H // K, HEADS=H, WIDTH=h, SINGLE=lse_SRQH is None, WINDOWED=window > 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_H=triton.next_power_of_2(max(h, 16)),

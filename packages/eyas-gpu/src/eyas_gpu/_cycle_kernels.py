@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["choose", "commit", "draw", "given_path", "gumbel"]
+__all__ = ["choose", "commit", "draw", "given_path"]
 
 BLOCK_V = 2048  # tokens of the vocabulary that one program reads
 

@@ -28,14 +28,13 @@ LARGEST_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 def attention_parts(
     q_RQHh: Tensor, key_RKWh: Tensor, value_RKWh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor,
-    scale: float, window: int, sink: int, splits: int,
+    scale: float, window: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over each part of the keys: float32 [S, R, Q, H, h], and the log2 of the
     denominators [S, R, Q, H].
 
     A query sees the committed slots (with a window: those whose position, which is the slot, is
-    less than `window` before its own, and the first `sink` ones), and of the nodes after them
-    those that are visible.
+    less than `window` before its own), and of the nodes after them those that are visible.
 
     Args:
         length_R: int64; committed slots of each row.
@@ -49,7 +48,7 @@ def attention_parts(
     node_RW = slot_W - length_R[:, None]
     allowed_RQW = (node_RW < 0)[:, None].expand(R, Q, W)
     if window:
-        near_RQW = (position_RQ[..., None] - slot_W < window) | (slot_W < sink)
+        near_RQW = position_RQ[..., None] - slot_W < window
         allowed_RQW = allowed_RQW & near_RQW
     is_node_RW = (node_RW >= 0) & (node_RW < T)
     seen_RQW = visible_RQT.gather(2, node_RW.clamp(0, T - 1)[:, None].expand(R, Q, W))

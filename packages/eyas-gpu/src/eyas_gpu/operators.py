@@ -83,7 +83,7 @@ def operator(
 
 def attention(
     q_RQHh: Tensor, key_RKWh: Tensor, value_RKWh: Tensor, length_R: Tensor, visible_RQT: Tensor, position_RQ: Tensor, scale: float,
-    window: int = 0, sink: int = 0,
+    window: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention [R, Q, H, h] of nodes to the committed slots of their rows and to the nodes that
     they see (`_reference.attention_parts`).
@@ -94,9 +94,9 @@ def attention(
     (R, Q, H, _), (K, W) = q_RQHh.shape, key_RKWh.shape[1:3]
     splits = splits_of(R * K * -(-Q * (H // K) // 64), W, q_RQHh.device)
     if splits == 1:
-        return _attention_whole(q_RQHh, key_RKWh, value_RKWh, length_R, visible_RQT, position_RQ, scale, window, sink)
+        return _attention_whole(q_RQHh, key_RKWh, value_RKWh, length_R, visible_RQT, position_RQ, scale, window)
     parts_SRQHh, lse_SRQH = _attention_parts(
-        q_RQHh, key_RKWh, value_RKWh, length_R, visible_RQT, position_RQ, scale, window, sink, splits
+        q_RQHh, key_RKWh, value_RKWh, length_R, visible_RQT, position_RQ, scale, window, splits
     )  # fmt: skip
     return _attention_combine(parts_SRQHh, lse_SRQH, q_RQHh)
 
@@ -122,7 +122,7 @@ def _whole(*arguments: Any) -> Tensor:
 @operator(lambda *x: kernels("attention").parts(*x[:-3], *x[-2:]), _reference.attention_parts)
 def _attention_parts(
     q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor,
-    scale: float, window: int, sink: int, splits: int,
+    scale: float, window: int, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out_SRQHh = q.new_empty((splits, *q.shape), dtype=torch.float32)
     return out_SRQHh, out_SRQHh.new_empty(out_SRQHh.shape[:4])
@@ -138,7 +138,7 @@ def _attention_combine(parts: Tensor, lse: Tensor, like: Tensor) -> Tensor:
 
 @operator(lambda *x: kernels("attention").parts(*x[:-1], x[-1][None], None), _whole)
 def _attention_whole(
-    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int, sink: int
+    q: Tensor, key: Tensor, value: Tensor, length: Tensor, visible: Tensor, position: Tensor, scale: float, window: int
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 

@@ -51,7 +51,6 @@ from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import LayerShape
-from eyas.nn.fitting import before_others, least_squares, told
 
 __all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
 
@@ -265,23 +264,6 @@ class Method(EagleMethod):
         return {**description, **super().describe()}
 
     # --- training
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        return self.feature_layers if self.net.inputs == "shifted" else ()
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`: fc gives the next feature, to which the layer adds nothing yet."""
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        features_MD, goal_MD = batch.features_NF[now_M].float(), batch.features_NF[now_M + 1].float()
-        inputs_MX = torch.cat([self.embed(batch.tokens_N[now_M + 1]).float(), features_MD], dim=1)
-        map_DX = least_squares(inputs_MX, goal_MD)
-        projection: Any = self.net.fc
-        projection.weight.copy_(map_DX)
-        for added in (self.net.layer.attention.o, self.net.layer.mlp.down):
-            added.weight.zero_()
-        return told(inputs_MX @ map_DX.T, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the

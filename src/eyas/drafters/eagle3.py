@@ -55,7 +55,6 @@ from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
-from eyas.nn.fitting import attend_to_itself, before_others, copy_layer, least_squares, own_attention, told
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -230,7 +229,7 @@ class Method(DynamicEagle):
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
         """Return a head whose training begins: norm and head are copies of the target's, and the layers add nothing
-        yet. `fit_start` fits the rest.
+        yet. `eyas_train.start` fits the rest.
 
         The draft vocabulary has the most frequent tokens of `counts_V`.
         """
@@ -250,48 +249,6 @@ class Method(DynamicEagle):
                 rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
                 net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
         return method
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        """See `eyas_train.start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
-        L = self.target.num_layers
-        return (*self.feature_layers, L - len(self.net.later_layers), L)
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`. A net that has no head of its own, or another width than the target, keeps its weights."""
-        net, D, L = self.net, self.target.hidden_size, self.target.num_layers
-        if net.head is None or self.shape.hidden_size != D:
-            return ""
-        features_NF, state_ND, final_ND = torch.split(
-            batch.features_NF.float(), [len(self.feature_layers) * D, D, D], dim=1
-        )
-        copied = [
-            copy_layer(layer, layer.input_norm, theirs)
-            for layer, theirs in zip(
-                net.later_layers, self.target.family.layers[L - len(net.later_layers) :], strict=True
-            )
-        ]
-        is_copied = bool(copied) and all(copied)
-        for layer in () if is_copied else net.later_layers:  # as new: they add nothing
-            layer.attention.o.weight.zero_()
-            layer.mlp.down.weight.zero_()
-        scale_D = final_scale(self.target).float()
-        before_norm_ND = final_ND / scale_D
-        goal_ND = state_ND if is_copied else before_norm_ND
-        read_ND = final_ND if net.architecture.norm_output else before_norm_ND
-        net.fc.weight.copy_(least_squares(net.fc_input(features_NF), read_ND))
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        inputs_MX, residual_MD = net.join(
-            net.fuse(features_NF[now_M]), self.embed(batch.tokens_N[now_M + 1]).to(features_NF.dtype)
-        )
-        change_MD = goal_ND[now_M + 1] - residual_MD
-        attend_to_itself(net.layer.attention, least_squares(inputs_MX, change_MD), inputs_MX)
-        out_MD = residual_MD + own_attention(net.layer.attention, inputs_MX)
-        net.layer.mlp.down.weight.zero_()
-        if goal_ND is before_norm_ND:  # predictions have less variance than their goal: so the head is less sure
-            net.norm.weight.copy_(scale_D * out_MD.square().mean().sqrt())
-        return told(out_MD, goal_ND[now_M + 1])
 
     def weights(self) -> Weights:
         architecture = self.net.architecture

@@ -41,8 +41,6 @@ from eyas.drafters._nets import check_head, load_tensors, saved_head, target_lay
 from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
-from eyas.nn import norm_scale
-from eyas.nn.fitting import before_others, least_squares, told
 
 __all__ = ["Method", "Options"]
 
@@ -171,26 +169,6 @@ class Method(DynamicEagle):
         return Method(self.target, Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1)), self.net)
 
     # --- training
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        return self.feature_layers if self.is_new else ()
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
-        target's last layer behind a fit of its input predicted less (docs/lab/log.md)."""
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        goal_MD = batch.features_NF[now_M + 1].float()
-        inputs_MX = self.net.joined(batch.features_NF[now_M].float(), self.embed(batch.tokens_N[now_M + 1]).float())
-        map_DX = least_squares(inputs_MX, goal_MD)
-        predicted_MD = inputs_MX @ map_DX.T
-        module: Any = self.net.module
-        module.eh_proj.weight.copy_(map_DX)
-        last_norm: Any = module.post_norm if self.net.shared_norm is None else self.net.shared_norm
-        if last_norm is not None:  # predictions have less variance than their goal: so the head is less sure
-            last_norm.weight += predicted_MD.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(goal_MD[0]))
-        return told(predicted_MD, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the objective, by default the cross-entropy with the target's distribution, summed over

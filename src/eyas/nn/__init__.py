@@ -1,5 +1,5 @@
 """Parts of draft nets in plain torch: LLaMA layers (`_layers`), their cache (`_cache`), attention over
-packed documents for training (`_packed`), first weights (`fitting`).
+packed documents for training (`_packed`).
 
 Runners replace layers by faster ones (`DecoderLayer.fused`, `RMSNorm.by_kernel`). This package
 knows no method and no target.

@@ -26,6 +26,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ray": {"parts": ("fleet", "training", "workers")},
     "train": {
         "commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train"),
+        "parts": ("block_loss",),
         "saves": ("dflash", "dflash2", "dspark"),
     },
 }

@@ -15,15 +15,14 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.blocks._loss import BlockTraining, choose_anchors
-from eyas.blocks._method import BlockMethod, fused_layers
-from eyas.blocks._session import BlockSession
+from eyas.blocks._method import BlockMethod, BlockSession, BlockTraining, fused_layers
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
+from eyas_train.block_loss import choose_anchors
 from eyas_train.loop import TrainConfig, train
 from reference import run
 
@@ -155,7 +154,7 @@ def test_the_loss_is_the_plain_formula(
 ) -> None:
     """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels,
     however small the chunks are."""
-    monkeypatch.setattr("eyas.blocks._loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
+    monkeypatch.setattr("eyas_train.block_loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     drafter = made(name, target, **options)
     batch, training, block_format = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.block_format

@@ -20,54 +20,21 @@ chunk, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from eyas.blocks._net import BlockFormat, BlockNet
-from eyas.core.target import Target
+from eyas.blocks import BlockMethod, BlockTraining
 from eyas.drafters import Batch, Loss
 
-__all__ = ["BlockTraining", "block_loss", "choose_anchors"]
+__all__ = ["block_loss", "choose_anchors"]
 
 CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
 
 
-@dataclass(frozen=True)
-class BlockTraining:
-    """The weights of the loss."""
-
-    anchors: int  # blocks in each document, at most
-    gamma: float  # levels after which a prediction weighs a factor e less
-    smoothing: float | None  # of D-PACE's weights; None: weights by gamma
-    objective: str  # what the cross-entropy compares with: tokens of the data, or the target's distribution
-    cross_entropy: float = 1.0
-    overlap: float = 0.0
-    confidence: float = 0.0
-
-
-class TrainableMethod(Protocol):
-    """The parts of a method that its loss reads."""
-
-    net: BlockNet
-    block_format: BlockFormat
-    target: Target
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def embed(self, ids: Tensor) -> Tensor: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
-
-
-def block_loss(
-    method: TrainableMethod, batch: Batch, training: BlockTraining, generator: torch.Generator | None
-) -> Loss:
+def block_loss(method: BlockMethod, batch: Batch, generator: torch.Generator | None) -> Loss:
     """Return the loss of blocks at random anchors. The count is the number of blocks; its figures are of the
     first level.
 
@@ -75,14 +42,15 @@ def block_loss(
         batch: with the features of the fused layers, then the target's final ones.
         generator: chooses the anchors.
     """
-    net, block_format, tokens_N, device = method.net, method.block_format, batch.tokens_N, batch.tokens_N.device
+    net, block_format, training = method.net, method.block_format, method.training
+    tokens_N, device = batch.tokens_N, batch.tokens_N.device
     anchor_A = choose_anchors(batch, training.anchors, generator)
     if not len(anchor_A):
         return Loss(net.norm.weight.sum() * 0, torch.zeros((), dtype=torch.long, device=net.norm.weight.device), {})
     final = method.target.hidden_size
     hidden_AnD = net.forward_packed(
         batch.features_NF[:, :-final].to(method.dtype),
-        method.embed(_blocks(tokens_N, anchor_A, block_format)),
+        method.embed(_blocks(tokens_N, anchor_A, block_format.block, block_format.mask_token)),
         anchor_A,
         batch.documents,
     )
@@ -149,12 +117,10 @@ def _pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Ten
     return reached_AS.flip(1).cumsum(1).flip(1) * counts_AS
 
 
-def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:
+def _blocks(tokens_N: Tensor, anchor_A: Tensor, block: int, mask_token: int) -> Tensor:
     """Return int64 [A, n]: the anchor, then masks."""
     roots_A1 = tokens_N[anchor_A][:, None]
-    return torch.cat(
-        [roots_A1, torch.full_like(roots_A1, block_format.mask_token).expand(-1, block_format.block - 1)], dim=1
-    )
+    return torch.cat([roots_A1, torch.full_like(roots_A1, mask_token).expand(-1, block - 1)], dim=1)
 
 
 def _losses(

@@ -19,6 +19,8 @@ head size, I later steps, b rows of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.nn._flash import PaddedRows, flash_attention
+from eyas import elsewhere
+from eyas.errors import OptionError
 
 __all__ = ["Documents", "QueryRows", "packed_attention"]
 
@@ -85,9 +88,15 @@ class QueryRows:
         return tuple(blocks)
 
     @cached_property
-    def padded(self) -> PaddedRows | None:
-        """The rows for flash attention; None where a token is several queries, as in the training of block heads."""
-        return None if bool((self.rows_M.diff() == 0).any()) else PaddedRows.of(self.lengths, self.rows_M)
+    def flash(self) -> Callable[..., Tensor] | None:
+        """Attention of these rows by torch's flash kernels; None without eyas-train, and where a token is several
+        queries, as in the training of block heads."""
+        if bool((self.rows_M.diff() == 0).any()):
+            return None
+        with suppress(OptionError):
+            found: Callable[..., Tensor] = elsewhere.part("flash", "training").attention_of(self.lengths, self.rows_M)
+            return found
+        return None
 
 
 def packed_attention(
@@ -100,7 +109,7 @@ def packed_attention(
     """Return the attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the
     same row.
 
-    On CUDA torch's flash kernels compute it in half precision; elsewhere `_Packed` does.
+    On CUDA torch's flash kernels compute it in half precision, if eyas-train is installed; else `_Packed` does.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
@@ -109,8 +118,8 @@ def packed_attention(
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
-    if q_MHh.is_cuda and q_MHh.dtype in (torch.float16, torch.bfloat16) and queries.padded is not None:
-        return flash_attention(q_MHh, key_NKh, value_NKh, later_IMKh, queries.padded)
+    if q_MHh.is_cuda and q_MHh.dtype in (torch.float16, torch.bfloat16) and queries.flash is not None:
+        return queries.flash(q_MHh, key_NKh, value_NKh, later_IMKh)
     out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, queries.rows_M, queries.blocks)  # type: ignore[no-untyped-call]
     return out
 

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from eyas.checkpoints._llama import (
     Shape,
+    are_rising,
     count,
     flag,
     in_halves,
@@ -55,15 +56,15 @@ from eyas.checkpoints._llama import (
     mapping,
     read_layer,
     read_rope,
+    write_layer,
 )
 from eyas.checkpoints._weights import differences, refuse_dtypes
-from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
     "CARRIES", "DEEPSPEC", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes",
-    "choice", "complete", "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
-    "sliding_window",
+    "choice", "draft_ids", "dtype_of", "is_eagle3", "is_parallel", "layer_config", "layer_ids", "publish_tensors",
+    "read_flat", "refuse", "sliding_window",
 ]  # fmt: skip
 
 SGLANG, VLLM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
@@ -346,8 +347,7 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
     ids = published if added is None else added
     if ids is None:
         return {"feature_layers": None, "layer_ids_as_published": None, "num_features": 3}
-    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= 0 for i in ids)
-    if not are_ids or not ids or ids != sorted(set(ids)):
+    if not are_rising(ids, 0):
         raise CheckpointError(
             f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before"
         )
@@ -510,3 +510,45 @@ def sliding_window(config: Mapping[str, Any], positions: int, layers: int) -> in
         "use_sliding_window"
     ) is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None
+
+
+# --- writing -----------------------------------------------------------------------------------------
+
+
+def publish_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return our config with every key, and the tensors under their published names; `layer` is the published name of
+    the first layer.
+
+    A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the
+    same ids).
+    """
+    ours = complete(config)
+    optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
+    faults = differences(tensors, shapes(ours), optional)
+    assert not faults, faults
+    names = names_of(layer, ours["num_features"], ours["layers"])
+    published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
+    if "draft_ids" in tensors:
+        ids = tensors["draft_ids"].cpu()
+        assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
+        assert bool((ids.diff() > 0).all()), "draft_ids do not increase"
+        published["d2t"] = ids - torch.arange(len(ids))
+        published["t2d"] = torch.zeros(ours["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    return ours, published
+
+
+def layer_config(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the keys of a LLaMA config.json, with the head's record, for what `publish_tensors` returns."""
+    window = ours["window"]
+    keys = {**write_layer(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
+    if window:
+        kinds = ["sliding_attention"] * ours["layers"]
+        keys |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    return {**keys, "eyas": dict(ours["eyas"])} if ours.get("eyas") else keys
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype as a config.json has it, like float16."""
+    return str(tensor.dtype).removeprefix("torch.")

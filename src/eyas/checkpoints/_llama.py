@@ -17,7 +17,7 @@ from eyas.core.params import is_number, is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "Shape", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
+    "Shape", "are_rising", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
     "read_rope", "text", "write_layer",
 ]  # fmt: skip
 
@@ -222,6 +222,12 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be true or false")
     return value
+
+
+def are_rising(ids: Any, least: int) -> bool:
+    """Return whether this is a list of whole numbers, `least` or more, each above the one before."""
+    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= least for i in ids)
+    return are_ids and bool(ids) and ids == sorted(set(ids))
 
 
 def text(config: Mapping[str, Any], key: str) -> str:

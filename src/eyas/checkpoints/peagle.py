@@ -22,9 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints import speculators, vllm
-from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel
-from eyas.checkpoints._eagle3_writing import layer_config, publish_tensors
+from eyas.checkpoints import eagle3, speculators
+from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel, layer_config, publish_tensors
 from eyas.checkpoints._llama import count, mapping
 from eyas.checkpoints._weights import Published
 from eyas.core.params import is_whole
@@ -53,7 +52,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         _, ours, our_tensors = speculators.read({**config, "speculators_model_type": "eagle3"}, rest)
         levels = _speculative_tokens(config)
     else:
-        _, ours, our_tensors = _read_flat(config, rest)
+        ours, our_tensors = _read_flat(config, rest)
         record = dict(ours.pop("eyas", None) or {})
         levels = record.pop("levels", None)
         ours |= {"eyas": record} if record else {}
@@ -80,16 +79,14 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     assert not any(ours[key] for key in ("fc_bias", "qkv_bias")), "P-EAGLE heads have no biases"
     if ours["qk_norm"]:
         raise CheckpointError("the head has Qwen3's layers, with norms of queries and keys, and vLLM computes LLaMA's")
-    published = {**layer_config(ours, their_tensors), **vllm.settings(ours), "parallel_drafting": True}
+    published = {**layer_config(ours, their_tensors), **eagle3.vllm_settings(ours), "parallel_drafting": True}
     published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"]}
     if config.get("levels"):
         published["eyas"] = {**published.get("eyas", {}), "levels": config["levels"]}
     return published, {**their_tensors, MASK: tensors[MASK][None]}
 
 
-def _read_flat(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if architecture(config) not in CLASSES:
         raise CheckpointError(
             f"config.json says architectures {config.get('architectures')!r}, a P-EAGLE head of a kind that is not read; if its layers are "
@@ -99,7 +96,7 @@ def _read_flat(
         raise CheckpointError(
             f"config.json has parallel_drafting {config['parallel_drafting']!r}, and the file a {MASK}: remove one of them"
         )
-    return vllm.read({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
+    return eagle3.read_vllm({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
 
 
 def _mask_token(config: Mapping[str, Any]) -> int:

@@ -32,11 +32,12 @@ from eyas.checkpoints._eagle3 import (
     architecture,
     assemble,
     choice,
+    dtype_of,
     is_eagle3,
     is_parallel,
     layer_ids,
+    publish_tensors,
 )
-from eyas.checkpoints._eagle3_writing import dtype_of, publish_tensors
 from eyas.checkpoints._llama import flag, mapping, write_layer
 from eyas.checkpoints._weights import Published
 from eyas.errors import CheckpointError

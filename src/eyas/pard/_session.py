@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.checkpoints.pard import FEATURE_FILE, FeatureConfig, feature_config, read_projection
+from eyas.checkpoints.causal_lm import FEATURE_FILE, FeatureConfig, feature_config, read_projection
 from eyas.core.drafter import CycleInput
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from eyas.checkpoints import Weights
-from eyas.checkpoints.pard import mask_token_of
+from eyas.checkpoints.causal_lm import mask_token_of
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft

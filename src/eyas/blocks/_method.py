@@ -407,8 +407,7 @@ class BlockSession(DraftSession):
         self.pending_B = torch.where(self.active_B, verdict.length_B, 0)
 
     def _read_pending(self, cycle_input: CycleInput) -> None:
-        """Store the pending tokens. They are padded to the longest path, so that shapes do not
-        depend on values."""
+        """Store the pending tokens. They are padded to the longest path, so that shapes do not depend on values."""
         P = self.pending_BPF.shape[1]
         slot_BP = self.length_B[:, None] + torch.arange(P, device=self.length_B.device)
         self._store_context(range(self.rows), self.pending_BPF, slot_BP, cycle_input.max_position + P)

@@ -105,11 +105,7 @@ def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our config of the part that both formats share.
-
-    Args:
-        inner: `dflash_config`; its entries have precedence over the same keys of `config`.
-    """
+    """Return our config of the part that both formats share."""
     merged = {**config, **inner}
     refuse(merged)
     if merged.get("draft_vocab_size") not in (None, merged.get("vocab_size")):
@@ -174,12 +170,7 @@ def read_tensors(
     ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return our tensors. Raise CheckpointError for a name that is missing or unknown, a wrong shape, and quantised
-    weights.
-
-    Args:
-        tables: whether the format has embeddings and an lm_head, which may be absent.
-        config: the published config of the layers.
-    """
+    weights."""
     names, our_shapes = block_names(ours, tables), block_shapes(ours, tables)
     may_miss = ("embed.weight",) if ours.get("draft_vocab") else ("embed.weight", "head.weight")
     optional = [name for name, our_name in names.items() if our_name in may_miss]

@@ -197,13 +197,7 @@ def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
-    """Return our name of each published tensor; without the vocabulary maps.
-
-    Args:
-        layer: the published name of the first layer ("midlayer"). Those after it are layers.1,
-            layers.2, ... in all formats.
-        layers: the number of all layers.
-    """
+    """Return our name of each published tensor; without the vocabulary maps."""
     norms = {
         f"{layer}.input_layernorm.weight": "layer.embed_norm.weight",
         f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight",
@@ -222,17 +216,8 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
 def read_flat(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str, several: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a head whose settings are in config.json itself and in its `eagle_config` object, as
-    SGLang and vLLM publish it.
-
-    Args:
-        meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
-        carries: the format's rule for the next state, "raw" or "normed".
-        several: whether the format says how layers after the first are computed.
-
-    Returns:
-        Our config, our tensors.
-    """
+    """Read a head whose settings are in config.json itself and in its `eagle_config` object, as SGLang and vLLM
+    publish it."""
     inner = mapping(config, "eagle_config")
     for key, value in inner.items():
         if key not in _IN_EAGLE_CONFIG and value not in (None, False):
@@ -326,14 +311,7 @@ def _our_config(
 
 
 def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) -> dict[str, Any]:
-    """Return feature_layers, layer_ids_as_published and num_features, from the published layer ids.
-
-    The "eyas" object overrides the format: its "layer_ids" gives the meaning, its "feature_layers" are
-    the ids where none are published.
-
-    Args:
-        meaning: of ids in this format, "input" or "output"; None where the format leaves it open.
-    """
+    """Return feature_layers, layer_ids_as_published and num_features, from the published layer ids."""
     eyas = mapping(config, "eyas")
     override = choice(eyas, "layer_ids", MEANINGS)
     meaning = override or meaning

@@ -65,8 +65,7 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
 
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
-    """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are
-    no safetensors."""
+    """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are no safetensors."""
     import huggingface_hub
 
     try:

@@ -123,11 +123,7 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling under our names.
-
-    They may be in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
-    each other. Absent means a theta of 10,000 and no scaling.
-    """
+    """Return rope_theta and rope_scaling under our names."""
     objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]
     thetas = {number(rope, "rope_theta") for rope in (config, *objects) if rope.get("rope_theta") is not None}
     if len(thetas) > 1:
@@ -144,11 +140,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | None:
-    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
-
-    Args:
-        positions: the original length of a YaRN that names none.
-    """
+    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -112,8 +112,7 @@ def _mask_token(config: Mapping[str, Any]) -> int:
 
 
 def _speculative_tokens(config: Mapping[str, Any]) -> Any:
-    """Return the number of drafted tokens that the first proposal method names; None if there is no
-    such method."""
+    """Return the number of drafted tokens that the first proposal method names; None if there is no such method."""
     methods = mapping(config, "speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     return first.get("speculative_tokens") if isinstance(first, dict) else None

@@ -36,11 +36,7 @@ class PartialTree(NamedTuple):
         return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
 
     def with_level(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
-        """Return the tree with a level more, whose children are sought next.
-
-        Args:
-            parent_BK: each new node's parent, as an index among the nodes of the last level.
-        """
+        """Return the tree with a level more, whose children are sought next."""
         M, K = self.parents_BM.shape[1], tokens_BK.shape[1]
         parents_BM = torch.cat([self.parents_BM, self.nodes_Q[parent_BK]], dim=1)
         return PartialTree(

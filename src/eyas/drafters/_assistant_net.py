@@ -42,11 +42,7 @@ class SharedKeysValues(NamedTuple):
 
 
 class Net(nn.Module):
-    """An assistant; the names of its weights are the published ones.
-
-    Args:
-        config: the assistant's config, as published.
-    """
+    """An assistant; the names of its weights are the published ones."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -71,13 +67,7 @@ class Net(nn.Module):
     def forward(
         self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, SharedKeysValues]
     ) -> Tensor:
-        """Return `hidden` [B, Q, d] of nodes with these tokens.
-
-        Args:
-            hidden_BQD: the target's feature of the token before, or `next_hidden` of the parent's
-                hidden.
-            seen: by kind of attention.
-        """
+        """Return `hidden` [B, Q, d] of nodes with these tokens."""
         output = self.model(
             inputs_embeds=self.pre_projection(torch.cat([embeddings_BQD, hidden_BQD], dim=-1)),
             position_ids=position_BQ,
@@ -137,11 +127,7 @@ class _Clusters(nn.Module):
 
 
 def source_layers(target: Target) -> dict[str, int]:
-    """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own.
-
-    Raises:
-        ModelError: no layer has keys and values of one size, or processes share the layers.
-    """
+    """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own."""
     if is_tensor_parallel(target.model):
         why = "processes share the target's layers, and each has the keys of its own heads only"
         raise ModelError(f"{why}: choose another method than gemma4_assistant")

@@ -282,8 +282,7 @@ class EagleSession(DraftSession):
         return kept
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as
-        `truncate` does."""
+        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as `truncate` does."""
         slots = int(self.length_B[source])
         self.cache.reserve(slots)
         self.cache.copy(source, row, slots)
@@ -387,11 +386,8 @@ class EagleSession(DraftSession):
         return DraftNetSteps(read, self.drafter.head, expand, self.drafter.draft_ids_v, build_fused)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
-        """Read the pending pairs; returns the net's output [B, D] at the newest one.
-
-        They are padded to the longest path, so that shapes do not depend on values.
-        """
-        P = self.pending_BPF.shape[1]
+        """Read the pending pairs; returns the net's output [B, D] at the newest one."""
+        P = self.pending_BPF.shape[1]  # padded to the longest path, so that shapes do not depend on values
         order_P = torch.arange(P, device=cycle_input.tokens_B.device)
         last_B1, next_BP = self._newest(cycle_input)
         order_BP = order_P.expand(self.rows, P)
@@ -408,8 +404,7 @@ class EagleSession(DraftSession):
         return last_B1, self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
 
     def _mark_pending_read(self, cycle_input: CycleInput) -> None:
-        """Commit the slots of the pending pairs, which have been read, and forget those that left
-        the window."""
+        """Commit the slots of the pending pairs, which have been read, and forget those that left the window."""
         P = self.pending_BPF.shape[1]
         self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:

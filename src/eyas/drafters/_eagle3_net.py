@@ -154,8 +154,7 @@ class Net(nn.Module):
 
 
 class ParallelNet(Net):
-    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE,
-    arXiv 2602.01469)."""
+    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE, arXiv 2602.01469)."""
 
     def __init__(self, shape: LayerShape, architecture: Architecture) -> None:
         super().__init__(shape, architecture)
@@ -166,14 +165,7 @@ class ParallelNet(Net):
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the hidden [M, D] at the slots `rows_M`, and at each of the masks after them.
-
-        Args:
-            mask_D: the embedding of the mask's token.
-            steps: predictions from each slot, the masks' and its own.
-
-        The other arguments are as for `training_time_test`.
-        """
+        """Return the hidden [M, D] at the slots `rows_M`, and at each of the masks after them."""
         N, device = len(features_NF), features_NF.device
         passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
         following_ND = embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))

@@ -196,8 +196,7 @@ class DraftNetSteps:
 
 
 def _log_q(logits: Tensor) -> Tensor:
-    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN
-    becomes -inf."""
+    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN becomes -inf."""
     return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
@@ -410,8 +409,7 @@ def _kept(
 
 @dataclass(frozen=True)
 class _StaticLevel:
-    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and
-    these children."""
+    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and these children."""
 
     inner_Q: Tensor  # node numbers of the inner nodes
     parent_Q: Tensor  # node numbers of their parents

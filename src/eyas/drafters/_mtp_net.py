@@ -39,8 +39,7 @@ ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
 
 class LayoutCache(DraftKVCache):
-    """A cache without a window, for a layer whose keys and values may differ in width (multi-head
-    latent attention)."""
+    """A cache without a window, for a layer whose keys and values may differ in width (multi-head latent attention)."""
 
     def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         KVCache.__init__(self, layout, rows, dtype, device)
@@ -239,11 +238,7 @@ def new_net(target: Target, seed: int) -> Net:
 
 
 def load_net(target: Target, folder: str | Path) -> Net:
-    """Return the first MTP module in the target's checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no MTP weights, or they do not fit the target.
-    """
+    """Return the first MTP module in the target's checkpoint."""
     twin = _twin(target, str(folder))
     try:
         model = MtpModel.from_pretrained(twin)

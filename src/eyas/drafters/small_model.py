@@ -449,10 +449,7 @@ def check_vocabulary(draft: Target, target: Target) -> None:
 
 
 def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
-    """Return the tokens of a model's tokenizer by id; None without a tokenizer.
-
-    local: do not fetch one from the hub.
-    """
+    """Return the tokens of a model's tokenizer by id; None without a tokenizer."""
     try:
         if model.name == "embedded":
             tokenizer = tiny.tokenizer()

@@ -54,11 +54,7 @@ class Predicted(RequestFeature):
 
 
 class _RowPrediction(RowFeature):
-    """The prediction of one row's text.
-
-    Args:
-        read: how many tokens of the row's text `prediction` has read, or need not read.
-    """
+    """The prediction of one row's text."""
 
     guides = True
 

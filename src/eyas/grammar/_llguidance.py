@@ -36,12 +36,7 @@ class LLGuidance:
         self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=vocabulary.size + 1, eos_token=vocabulary.end)
 
     def compile(self, structure: Structure) -> LLMatcher:
-        """Return a matcher at the beginning of the text.
-
-        Raises:
-            InputError: the schema, expression or grammar is wrong, too large, or asks what the
-                library does not know.
-        """
+        """Return a matcher at the beginning of the text."""
         try:
             grammar = _as_lark(structure)
         except ValueError as error:
@@ -78,8 +73,7 @@ def _unusable(structure: Structure, message: str) -> InputError:
 
 
 class _Tokens:
-    """The vocabulary as `LLTokenizer` asks for it. Ids without a text get bytes that occur in no
-    text."""
+    """The vocabulary as `LLTokenizer` asks for it. Ids without a text get bytes that occur in no text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.end
@@ -125,11 +119,7 @@ class LLMatcher:
                 matcher.rollback(1)
 
     def accept(self, token: int) -> bool:
-        """Go on after this token; False where the grammar forbids it.
-
-        Raises:
-            InputError: the library has given up.
-        """
+        """Go on after this token; False where the grammar forbids it."""
         accepted = bool(self._matcher.try_consume_tokens([token]) == 1)
         self._check()
         return accepted

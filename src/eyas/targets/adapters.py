@@ -312,8 +312,7 @@ def _check_kind(name: str, config: Any) -> None:
 
 
 def _check_keys(folder: str | Path, read: Any) -> None:
-    """Raise ModelError if the model has no place for a tensor of the adapter, or the adapter lacks
-    one."""
+    """Raise ModelError if the model has no place for a tensor of the adapter, or the adapter lacks one."""
     if read.unexpected_keys:
         raise ModelError(
             f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}"
@@ -325,8 +324,7 @@ def _check_keys(folder: str | Path, read: Any) -> None:
 
 @contextmanager
 def _peft_errors(folder: str | Path) -> Iterator[None]:
-    """Turn exceptions of PEFT into a ModelError of one line. FutureWarnings that PEFT raises are
-    hidden."""
+    """Turn exceptions of PEFT into a ModelError of one line. FutureWarnings that PEFT raises are hidden."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

@@ -236,8 +236,7 @@ def is_missing_path(source: str | Path) -> bool:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """Return the folder with the files of a local path, or of a hub id that is in the cache; None if there
-    is none."""
+    """Return the folder with the files of a local path, or of a hub id that is in the cache; None if there is none."""
     if Path(source).is_dir():
         return Path(source)
     try:

@@ -186,12 +186,7 @@ class RowStates(TargetState):
         shape: tuple[int, int],
         earlier: int,
     ) -> Forward:
-        """Return a forward that runs a state module's own, `forward`, once for each level.
-
-        Args:
-            row_R: the rows of the forward; None for all rows.
-            earlier: number of nodes before the new ones.
-        """
+        """Return a forward that runs a state module's own, `forward`, once for each level."""
         module, committed, nodes = self.modules[number], self.committed[number], self.nodes[number]
 
         def load(level: Level) -> None:
@@ -213,8 +208,7 @@ class RowStates(TargetState):
         return lambda *args, **kwargs: run_levels(module, forward, levels, shape, (args, kwargs), load, store)
 
     def _grow(self, count: int, first: bool) -> None:
-        """Make room for the states of `count` nodes per row; earlier nodes' states stay unless
-        these are the first."""
+        """Make room for the states of `count` nodes per row; earlier nodes' states stay unless these are the first."""
         for number, module in enumerate(self.modules):
             larger, old = _tensors(module, (self.rows, count), torch.empty), self.nodes[number]
             if not first:

@@ -6,5 +6,6 @@ _net.py                               the net
 """
 
 from eyas.blocks._method import BlockMethod, BlockTraining
+from eyas.blocks._net import BlockNet
 
-__all__ = ["BlockMethod", "BlockTraining"]
+__all__ = ["BlockMethod", "BlockNet", "BlockTraining"]

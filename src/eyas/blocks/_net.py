@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import OptionError
-from eyas.nn import Attention, Documents, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention
+from eyas.nn import Attention, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention
 
 __all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
 
@@ -251,32 +251,6 @@ class BlockNet(nn.Module):
             hidden_RnD = layer(hidden_RnD, attend)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
 
-    def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """Return, for the training of nets without windows, the normed hidden [A, n, D] of blocks that begin at these
-        tokens of a packed sequence.
-
-        Args:
-            hidden_AnD: embeddings of the blocks.
-            anchor_A: int64, ascending; none is the first token of its document. A block sees the
-                tokens before its anchor.
-        """
-        (A, n, _), device = hidden_AnD.shape, features_NF.device
-        position_N, context_ND = documents.position_N(device), self.context(features_NF)
-        position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
-        queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
-
-        def attend(attention: BlockAttention, x_AnD: Tensor) -> Tensor:
-            x_MD = x_AnD.flatten(0, 1)
-            keys_MKh, values_MKh = attention.rotated_key_value(x_MD, position_M)
-            block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
-            keys_NKh, values_NKh = attention.rotated_key_value(context_ND, position_N)
-            out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
-            return attention.o(out_MHh.flatten(1)).unflatten(0, (A, n))  # type: ignore[no-any-return]
-
-        for layer in self.typed_layers:
-            hidden_AnD = layer(hidden_AnD, partial(attend, layer.attention))
-        return self.norm(hidden_AnD)  # type: ignore[no-any-return]
-
     def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Return the logit [...] of the expected rate of acceptance, from the hidden of a slot and the token before
         the one that it predicts."""
@@ -285,9 +259,3 @@ class BlockNet(nn.Module):
             assert self.markov is not None
             hidden = torch.cat([hidden, self.markov.before(before).to(hidden.dtype)], dim=-1)
         return self.confidence(hidden)[..., 0]  # type: ignore[no-any-return]
-
-
-def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
-    """Return [n, M, K, h]: for each slot, the tensors of all n slots of its block."""
-    x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
-    return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)

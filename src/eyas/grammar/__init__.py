@@ -25,9 +25,7 @@ from eyas.grammar._walk import GrammarConstraint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "json_rule", "structure_of",
-]  # fmt: skip
+__all__ = ["KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "json_rule", "structure_of"]
 
 MAX_COMPILED = 64  # structures that are kept compiled
 

@@ -19,19 +19,9 @@ from eyas.named import _smollm2
 from eyas.named._listed import FittingHead, ListedHead, fitting_heads, left_out, listed_heads
 
 __all__ = [
-    "EMBEDDED",
-    "FittingHead",
-    "ListedHead",
-    "NamedModel",
-    "find",
-    "fitting_heads",
-    "left_out",
-    "listed_heads",
-    "models",
-    "of_target",
-    "place_of",
-    "shown_head",
-]
+    "EMBEDDED", "FittingHead", "ListedHead", "NamedModel", "find", "fitting_heads", "left_out", "listed_heads",
+    "models", "of_target", "place_of", "shown_head",
+]  # fmt: skip
 
 EMBEDDED = "embedded"
 

@@ -27,25 +27,7 @@ from eyas.nn._layers import (
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
-    "Attention",
-    "CacheContents",
-    "Compiled",
-    "DecoderLayer",
-    "Documents",
-    "DraftCache",
-    "DraftKVCache",
-    "DraftLayerCache",
-    "DraftSlots",
-    "KeysValues",
-    "LayerShape",
-    "QueryRows",
-    "RMSNorm",
-    "SwiGLU",
-    "grouped_attention",
-    "join_normed",
-    "norm_scale",
-    "packed_attention",
-    "rope",
-    "rope_factor",
-    "rope_frequencies",
-]
+    "Attention", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "DraftKVCache",
+    "DraftLayerCache", "DraftSlots", "KeysValues", "LayerShape", "QueryRows", "RMSNorm", "SwiGLU", "grouped_attention",
+    "join_normed", "norm_scale", "packed_attention", "rope", "rope_factor", "rope_frequencies",
+]  # fmt: skip

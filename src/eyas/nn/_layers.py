@@ -23,21 +23,8 @@ from eyas.errors import CheckpointError
 from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
-    "Attention",
-    "CacheContents",
-    "DecoderLayer",
-    "DraftCache",
-    "DraftSlots",
-    "KeysValues",
-    "LayerShape",
-    "RMSNorm",
-    "SwiGLU",
-    "grouped_attention",
-    "join_normed",
-    "norm_scale",
-    "rope",
-    "rope_factor",
-    "rope_frequencies",
+    "Attention", "CacheContents", "DecoderLayer", "DraftCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm",
+    "SwiGLU", "grouped_attention", "join_normed", "norm_scale", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip
 
 

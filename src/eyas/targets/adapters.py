@@ -37,15 +37,9 @@ from eyas.targets.pretrained import BASE, REASON_LENGTH, is_missing_path, is_pef
 from eyas.targets.quantised import library_of
 
 __all__ = [
-    "AdapterSet",
-    "AdapterView",
-    "Extension",
-    "adapters_of",
-    "add_adapter_layers",
-    "digest",
-    "merge",
+    "AdapterSet", "AdapterView", "Extension", "adapters_of", "add_adapter_layers", "digest", "merge",
     "target_with_adapters",
-]
+]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 

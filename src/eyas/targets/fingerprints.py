@@ -17,15 +17,9 @@ from eyas.targets import quantised
 from eyas.targets.placement import value_of
 
 __all__ = [
-    "Origin",
-    "base_has_fingerprint",
-    "doubts",
-    "fingerprint",
-    "fingerprint_of",
-    "has_fingerprint",
-    "remember_fingerprint",
-    "same_weights",
-]
+    "Origin", "base_has_fingerprint", "doubts", "fingerprint", "fingerprint_of", "has_fingerprint",
+    "remember_fingerprint", "same_weights",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,9 @@ from eyas.core.target import Target, TargetSession
 from eyas.errors import ModelError
 
 __all__ = [
-    "Extension",
-    "check_layers",
-    "device_of",
-    "devices_of",
-    "has_offloaded_weights",
-    "has_several_devices",
-    "is_tensor_parallel",
-    "value_of",
-]
+    "Extension", "check_layers", "device_of", "devices_of", "has_offloaded_weights", "has_several_devices",
+    "is_tensor_parallel", "value_of",
+]  # fmt: skip
 
 
 class Extension(TargetExtension):

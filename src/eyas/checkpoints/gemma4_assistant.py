@@ -24,7 +24,6 @@ from eyas.errors import CheckpointError
 
 __all__ = ["read", "recognises"]
 
-
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"
 _UNSUPPORTED = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")

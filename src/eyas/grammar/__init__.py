@@ -17,10 +17,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from eyas.errors import OptionError
-from eyas.grammar._llguidance import LLGuidance, LLMatcher
+from eyas.grammar._llguidance import GrammarConstraint, LLGuidance, LLMatcher
 from eyas.grammar._structure import KEYWORDS, Structure, json_rule, structure_of
 from eyas.grammar._vocabulary import Vocabulary
-from eyas.grammar._walk import GrammarConstraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -113,7 +113,6 @@ class Learner:
         self._start(copy(method))
 
     def _start(self, head: EagleMethod) -> None:
-        """Learn from this head on."""
         self.given = self.good = self._drafting = head
         self.new: EagleMethod | None = None
         self.trial: PairedTrial | None = None
@@ -122,7 +121,6 @@ class Learner:
         self._study(head)
 
     def _study(self, head: EagleMethod) -> None:
-        """Make the copy that learns, with the weights of a head."""
         with torch.inference_mode(False):
             net = deepcopy(head.net).float().train().requires_grad_()
         self.student = with_net(head, net)
@@ -270,7 +268,6 @@ class Learner:
         write_text(path / RECORD, json.dumps(self.figures(), indent=2) + "\n")
 
     def figures(self) -> dict[str, Any]:
-        """Return what was done so far."""
         return {
             "steps": self.steps,
             "kept": self.kept,

@@ -45,7 +45,6 @@ class Text:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its features."""
         return self.features_TF.numel() * self.features_TF.element_size()
 
 
@@ -63,16 +62,13 @@ class Texts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all texts."""
         return sum(len(text.tokens) for text in self.texts)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all texts."""
         return sum(text.bytes for text in self.texts)
 
     def add(self, text: Text) -> None:
-        """Keep a text."""
         if len(text.tokens) - text.answer < MIN_COUNTED:
             return
         self.texts.append(text)
@@ -80,7 +76,6 @@ class Texts:
             self.texts.pop(0)
 
     def clear(self) -> None:
-        """Forget all texts."""
         self.texts = []
 
     def take(self, tokens: int) -> list[Text]:
@@ -130,7 +125,6 @@ class Recorded(Drafter):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]
-        """The method."""
         return (self.drafter,)
 
     @property

@@ -81,7 +81,6 @@ class Arm:
 
     @property
     def upper(self) -> float:
-        """Upper confidence bound of the tokens."""
         return self.mean + CONFIDENCE * self.variance**0.5  # type: ignore[no-any-return]
 
     @property
@@ -90,7 +89,6 @@ class Arm:
         return self.trial_tokens - self.trial_cycles * self.mean
 
     def drift_on(self) -> None:
-        """Let the yield drift for one cycle."""
         self.variance = min(self.variance + self.drift * self.break_even**2, MAX_VARIANCE * self.break_even**2)
 
     def update(self, tokens: float, kind: Hashable) -> None:
@@ -104,7 +102,6 @@ class Arm:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
     def replace(self, mean: float, variance: float, seconds: float) -> None:
-        """Reset the arm to a new tree with these expectations."""
         self.mean, self.variance, self.prior_seconds = mean, variance, seconds
         self.kinds = {}
 
@@ -147,7 +144,6 @@ class Bandit:
         return None if seconds is None else seconds + self.arms[name].other_seconds
 
     def rate(self, name: str) -> float:
-        """Return the expected tokens a second and row."""
         seconds = self.seconds(name)
         return self.arms[name].mean / seconds if seconds else 0.0
 
@@ -188,7 +184,6 @@ class Bandit:
         return self._left <= 0 and bool(self.arms[self.baseline].kinds)
 
     def choose(self) -> None:
-        """Choose the arm of the next block of cycles, `playing`."""
         self.best = max(self.arms, key=self.rate)
         for name, arm in self.arms.items():
             arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))

@@ -121,7 +121,6 @@ class PromptReading:
             self._seconds_per_prompt_token = before + PROMPT_TIME_WEIGHT * (each - before) if before else each
 
     def add_emitted(self, tokens: float) -> None:
-        """Count tokens that were decoded."""
         keep = max(0.0, 1 - tokens / EMITTED_MEMORY)
         self._prompt_tokens *= keep
         self._emitted = self._emitted * keep + tokens
@@ -250,7 +249,6 @@ class AdaptiveController:
             self._memory.keep(self._learnt())
 
     def _learnt(self) -> Remembered:
-        """Return what the next process may begin with."""
         trees = () if self.acceptance is None else self.acceptance.sums
         drafted = {key: state.method.mean for key, state in self._states.items() if state.method.kinds}
         return Remembered(trees, tuple((dict(self._remembered.tokens) | drafted).items()))
@@ -355,7 +353,6 @@ class AdaptiveController:
         return self._seconds[rows]
 
     def _plan(self, rows: int) -> Plan:
-        """Return the size with the most tokens a second."""
         assert self.acceptance is not None
         return best(self.acceptance.all_sizes, self.acceptance.accepted_S, self._seconds_by_size(rows))
 
@@ -365,7 +362,6 @@ class AdaptiveController:
         return Plan(size, self.acceptance(size), seconds)
 
     def _next_larger(self, size: TreeSize) -> TreeSize:
-        """Return the next larger size to explore."""
         assert self.acceptance is not None
         assert self.max_tree is not None
         wanted = TreeSize(size.nodes + 4, size.depth + 2, size.branch + 2).within(self.max_tree)

@@ -82,7 +82,6 @@ class Costs:
 
     @property
     def quality(self) -> str:
-        """The quality in words."""
         text = f"load {self.load:.2f} a core, repeated timings within {self.spread:.0%}"
         return f"doubtful: {text}" if self.doubtful else text
 
@@ -91,11 +90,9 @@ class Costs:
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
-        """Return the seconds of a cycle without a draft."""
         return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
-        """Return the seconds of a draft."""
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
@@ -204,7 +201,6 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure(drafter: Drafter) -> Costs:
-    """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
     load, now = load_per_core(), time.time()
     measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
@@ -244,7 +240,6 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
 
 
 def cost_key(drafter: Drafter) -> dict[str, Any]:
-    """Return everything that costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,

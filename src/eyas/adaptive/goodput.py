@@ -53,7 +53,6 @@ class Plan(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Goodput: expected tokens per second of one row."""
         return (1 + self.accepted) / self.seconds
 
 

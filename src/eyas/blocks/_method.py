@@ -123,7 +123,6 @@ class BlockMethod(DraftMethod):
 
     @property
     def training(self) -> BlockTraining:
-        """The weights of the loss."""
         training: BlockTraining = self.options.train.loss()
         return training
 

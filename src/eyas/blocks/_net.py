@@ -136,7 +136,6 @@ class Convolution(nn.Module):
         return self._convolved(x_RnD, weights_Rn2KD[:, :, 0]), weights_Rn2KD[:, :, 1]
 
     def after(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
-        """Return the part's output, convolved."""
         return self._convolved(x_RnD, weights_RnKD)
 
     def _convolved(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
@@ -229,7 +228,6 @@ class BlockNet(nn.Module):
 
     @property
     def typed_layers(self) -> list[BlockLayer]:
-        """The layers, for the type checker."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:

@@ -335,7 +335,6 @@ def refuse(merged: Mapping[str, Any]) -> None:
 
 
 def _mask_token(config: Mapping[str, Any]) -> int:
-    """Return the token of a mask."""
     value = config.get("mask_token_id")
     if not is_whole(value) or not 0 <= value < 2**31:
         raise CheckpointError(f"config.json has mask_token_id {value!r}; it must be the id of a token")

@@ -98,7 +98,6 @@ def hub_refusal(error: Exception, revision: str | None) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the object in config.json."""
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"the folder has no {_CONFIG}: is it the folder of a draft head?")
     return _read_json(folder / _CONFIG)

@@ -123,7 +123,6 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling under our names."""
     objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]
     thetas = {number(rope, "rope_theta") for rope in (config, *objects) if rope.get("rope_theta") is not None}
     if len(thetas) > 1:

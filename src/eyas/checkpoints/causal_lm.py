@@ -63,7 +63,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """See `Format.write`."""
     return dict(config), dict(tensors)
 
 

@@ -42,7 +42,6 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """See `Format.read`."""
     return "eagle3", *_READERS[architecture(config)](config, tensors)
 
 

@@ -249,7 +249,6 @@ def _speculators_form(
 
 
 def _read_mtp(file: File) -> Published:
-    """Return the first MTP module behind the layers of a target."""
     if file.architecture not in names.MTP_TYPES:
         raise CheckpointError(
             f"{file.name} has the MTP module of a {file.architecture}, whose layer is stored in another way than transformers' "

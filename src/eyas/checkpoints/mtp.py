@@ -56,7 +56,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as written."""
     assert method in METHODS, method
     published = {
         "model_type": MODEL_TYPE,

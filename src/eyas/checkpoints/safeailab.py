@@ -83,7 +83,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)
     assert not faults, faults

@@ -79,7 +79,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
     return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published

@@ -62,7 +62,6 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Head:
-    """See `Format.read`."""
     kind = str(config["speculators_model_type"])
     if kind not in _READERS:
         raise CheckpointError(

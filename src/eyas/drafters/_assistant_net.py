@@ -61,7 +61,6 @@ class Net(nn.Module):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of attention of its layers."""
         return tuple(self.text.layer_types)
 
     def forward(
@@ -119,7 +118,6 @@ class _Clusters(nn.Module):
         self.register_buffer("token_ordering", torch.arange(vocab))
 
     def forward(self, hidden: Tensor, weight_Vd: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden [..., d]."""
         tokens_CM = self.token_ordering.view(self.centroids.out_features, -1)
         tokens = tokens_CM[self.centroids(hidden).topk(self.used).indices].flatten(-2)  # [..., c M]
         found = (weight_Vd[tokens] @ hidden[..., None])[..., 0]

@@ -54,9 +54,7 @@ class LaterLayer(DecoderLayer):
 class LayeredCache(DraftCache, Protocol):
     """A draft cache of several layers; as a `DraftCache` it is the cache of the first."""
 
-    def draft_layer(self, number: int) -> DraftCache:
-        """Return the cache of one layer."""
-        ...
+    def draft_layer(self, number: int) -> DraftCache: ...
 
 
 class Net(nn.Module):
@@ -89,7 +87,6 @@ class Net(nn.Module):
         return features
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the hidden [..., D] of the target's features [..., F]."""
         fused: Tensor = self.fc(self.fc_input(features))
         return fused
 
@@ -109,7 +106,6 @@ class Net(nn.Module):
 
     @property
     def later_layers(self) -> list[LaterLayer]:
-        """The layers after the first."""
         return [layer for layer in self.later if isinstance(layer, LaterLayer)]
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
@@ -229,8 +225,6 @@ class PackedPasses:
         keys: KeysValues,
         later: list[KeysValues],
     ) -> Tensor:
-        """Return the layer's output [M, D]."""
-
         def compute(x_MD: Tensor, residual_MD: Tensor) -> Tensor:
             return layer.finish(residual_MD, layer.attention.attend_packed(x_MD, position_M, queries, keys, later))
 

@@ -533,7 +533,6 @@ class PartialTree(NamedTuple):
 
     @classmethod
     def root(cls, cycle_input: CycleInput) -> PartialTree:
-        """Return the root alone."""
         tokens_B1 = cycle_input.tokens_B[:, None]
         return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
 

@@ -51,7 +51,6 @@ class LlamaNet(nn.Module):
         return joined
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> None:
-        """Store the keys and values of pairs; see `EagleNet.store_kv`."""
         self.layer.attention.store(self.input_norm(self.join(hidden_RND, embeddings_RND)), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:

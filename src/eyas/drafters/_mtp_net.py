@@ -83,7 +83,6 @@ class Net(nn.Module):
         self(hidden_RND, embeddings_RND, position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
-        """See `EagleNet.__call__`."""
         slot_W = torch.arange(cache.mask_R1NW.shape[-1], device=position_RN.device)
         mask = self._mask(cache.mask_R1NW, slot_W, position_RN, hidden_RND.dtype)
         return self._run(hidden_RND, embeddings_RND, position_RN, cache, mask)

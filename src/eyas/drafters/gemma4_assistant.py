@@ -104,7 +104,6 @@ class Method(DraftMethod):
     def _read(
         self, seen: Mapping[str, SharedKeysValues], cycle_input: CycleInput, tokens_BQ: Tensor, hidden_BQD: Tensor
     ) -> Tensor:
-        """Run the net once, and return the hidden [B, Q, d]."""
         Q = tokens_BQ.shape[1]
         masked = {kind: each._replace(mask_B1QW=each.mask_B1QW.expand(-1, -1, Q, -1)) for kind, each in seen.items()}
         hidden_BQd: Tensor = self.net(

@@ -100,7 +100,6 @@ class Prediction:
             self._next_positions[token].append(index)
 
     def read(self, token: int) -> None:
-        """Read the answer's next token."""
         self._answer = [*self._answer[1 - MAX_MATCH :], token]
         if not self.unmatched and self.text[self.position : self.position + 1] == [token]:
             self.position += 1

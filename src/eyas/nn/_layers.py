@@ -114,7 +114,6 @@ class RMSNorm(nn.Module):
 
 
 def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tensor:
-    """Return the norms of a and b side by side."""
     if a_norm.join_by_kernel is not None and a.shape == b.shape:
         return a_norm.join_by_kernel(a, b, a_norm.weight, b_norm.weight, a_norm.eps)
     return torch.cat([a_norm(a), b_norm(b)], dim=-1)

@@ -143,7 +143,6 @@ def _group(x_bHh: Tensor, groups: int) -> Tensor:
 
 
 def _flat(x_Kgbh: Tensor) -> Tensor:
-    """Return [K, g, b, h] as [b, H, h]."""
     K, g, b, h = x_Kgbh.shape
     return x_Kgbh.permute(2, 0, 1, 3).reshape(b, K * g, h)
 

@@ -184,11 +184,9 @@ class Recalled(RequestFeature):
     keeps: bool = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a text to the pool."""
         self.pool.add(tokens)
 
     def open(self, request: Request, target: Target) -> RowFeature:
-        """See `RequestFeature`."""
         return _Row(self, request.prompt)
 
 
@@ -201,7 +199,6 @@ class _Row(RowFeature):
         self.matches = self.pool.matches(self.text)
 
     def accept(self, token: int) -> bool:
-        """Follow the answer."""
         if self.matches:
             best = self.matches[0]
             self.pool.rates.count(best.length, best.text[best.place] == token)

@@ -207,7 +207,6 @@ class AdapterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all adapters."""
         return tuple(self._inner)
 
     @property

@@ -153,7 +153,6 @@ def _of_quantised(model: Any, library: str) -> str:
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
-    """Return the first, the middle and the last item."""
     return items[0], items[len(items) // 2], items[-1]
 
 

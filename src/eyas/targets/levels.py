@@ -161,7 +161,6 @@ class _Projections:
         return output if last_input is None else last_input
 
     def finish(self, joined: Any) -> Any:
-        """Return the output of the module from the collected tensors."""
         return joined if self._module is None or self._module.last is None else self._module.last(joined)
 
 

@@ -72,7 +72,6 @@ class Extension(TargetExtension):
 
 
 def _reasons(model: nn.Module, several_devices: bool) -> Iterator[tuple[str, str]]:
-    """See `TargetExtension.own_forward_only`."""
     split, offloaded = is_tensor_parallel(model), has_offloaded_weights(model)
     if several_devices:
         yield "graphs", "no CUDA graphs: the model's layers are on several devices, and a graph belongs to one"
@@ -176,7 +175,6 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of accelerate on all modules of the model."""
     for module in model.modules():
         yield from _hooks_of(module)
 

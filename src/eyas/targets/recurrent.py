@@ -304,7 +304,6 @@ class RowStates(TargetState):
         self._forget(row, 0)
 
     def _states_at(self, row: int, length: int) -> list[States]:
-        """Return the states of the row after its first `length` tokens."""
         if length in self.marks[row]:
             return self.marks[row][length]
         assert self._path is not None, "no state is known at this length"

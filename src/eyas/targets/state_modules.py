@@ -74,7 +74,6 @@ class InputArgument:
     argument: int | str
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the input, from the arguments of a call."""
         tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
         return tensor
 
@@ -89,7 +88,6 @@ class _Call:
 
     @property
     def input(self) -> InputArgument:
-        """The first tensor among the arguments."""
         places: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         return InputArgument(next(place for place, value in places if isinstance(value, Tensor)))
 

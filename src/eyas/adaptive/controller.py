@@ -28,6 +28,7 @@ Letters: S sizes of trees.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,26 +40,26 @@ from eyas.adaptive import cost
 from eyas.adaptive.bandit import MIN_NOISE, Arm, Bandit
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import PRIOR_CHANCE, Acceptance, Array, Plan, best
-from eyas.adaptive.memory import Memory, Remembered
+from eyas.adaptive.memory import AcceptanceCheck, Memory, Remembered, first_chance, trained_chance
 from eyas.adaptive.nodes import NodeChoice, PassSeconds
-from eyas.adaptive.records import AcceptanceCheck, first_chance, trained_chance
 from eyas.core.dormant import Decision
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.requests import Step
 from eyas.drafters import find
+from eyas.targets.placement import is_tensor_parallel
 
 __all__ = ["AdaptiveController", "make_controller"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
 
 BASE, DRAFT, EXPLORE, SAMPLED = "base", "draft", "explore", "sampled children"
 TEXT_DRIFT = 2e-4  # tokens squared a cycle: how fast the yield of drafts changes with the text
 PRIOR_TOKENS = 2.0  # assumed tokens per cycle, for methods without dynamic trees
 PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
-PRIOR_TRUST = (
-    0.85  # the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
-)
-REMEMBERED_VARIANCE = (
-    0.2  # tokens squared: how much the yield of the same drafts differs between the texts of processes
-)
+# the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
+PRIOR_TRUST = 0.85
+# tokens squared: how much the yield of the same drafts differs between the texts of processes
+REMEMBERED_VARIANCE = 0.2
 MAX_EXPLORE_SHARE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
 CYCLES_BEFORE_EXPLORING = 8  # drafted cycles before the first larger tree
 MIN_PLAN_GAIN = 1.01  # the expected rate of a new tree over that of the current one, from which on it replaces it
@@ -384,7 +385,8 @@ def _nodes(steps: Sequence[Step], padded: bool = False) -> int:
 
 
 def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = False) -> AdaptiveController | None:
-    """Return the controller of a method; None for plain decoding, where there is nothing to decide.
+    """Return the controller of a method; None for plain decoding, where there is nothing to decide, and where the
+    processes of a target would decide differently.
 
     Args:
         fallback: whether another method may draft where this one does not pay. A method without a
@@ -394,8 +396,11 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
     """
     if method_name(drafter) == "vanilla":
         return None
-    doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
     target = drafter.target
+    if is_tensor_parallel(target.model):
+        log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
+        return None
+    doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
     other = None if drafter.model_free or not fallback else find(FALLBACK_METHOD).load(None, target)
     return AdaptiveController(
         lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0],

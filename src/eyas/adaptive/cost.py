@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -44,9 +44,11 @@ from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
-__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "cost_key", "cost_path", "load_costs", "measure"]
+__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "KeptFile", "cost_key", "cost_path", "load_costs", "measure"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
+
+Value = TypeVar("Value")
 
 FORMAT = 5  # version of the file format; files of another version are not read
 PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
@@ -260,10 +262,36 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
     }
 
 
+class KeptFile:
+    """A JSON file in the user's cache folder that holds a value, and the key that the value belongs to."""
+
+    def __init__(self, path: Path, key: dict[str, Any]) -> None:
+        self.path, self.key = path, key
+
+    @classmethod
+    def for_key(cls, kind: str, key: dict[str, Any]) -> Self:
+        """Return the file of this kind for a key."""
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(user_cache() / f"{kind}-{name}.json", key)
+
+    def load(self, name: str, parse: Callable[[dict[str, Any]], Value]) -> Value | None:
+        """Return the value; None if the file is missing, damaged, or belongs to another key."""
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            content = parse_json(self.path.read_bytes())
+            return parse(content[name]) if content["key"] == self.key else None
+        return None
+
+    def store(self, name: str, value: object) -> None:
+        """Write the value. Where that is not possible, nothing is kept."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomically(self.path) as stream:
+                stream.write((json.dumps({"key": self.key, name: value}) + "\n").encode())
+
+
 def cost_path(key: dict[str, Any]) -> Path:
     """Return the file that keeps the costs of this key."""
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return user_cache() / f"tune-{name}.json"
+    return KeptFile.for_key("tune", key).path
 
 
 def load_costs(
@@ -283,9 +311,8 @@ def load_costs(
             warning says so where the new one is doubtful too.
         now: seconds since the epoch.
     """
-    key = cost_key(drafter)
-    path = cost_path(key)
-    kept = None if force else _read(path, key)
+    file = KeptFile.for_key("tune", cost_key(drafter))
+    kept = None if force else file.load("costs", Costs.from_json)
     if kept is not None and not kept.expired(now(), doubtful_seconds):
         return kept, True
     why = "" if kept is None else " again: the machine was busy when they were measured before"
@@ -301,16 +328,5 @@ def load_costs(
             method_name(drafter),
             costs.quality,
         )
-    with suppress(OSError):  # without a cache folder they are measured again the next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as stream:
-            stream.write((json.dumps({"key": key, "costs": asdict(costs)}) + "\n").encode())
+    file.store("costs", asdict(costs))
     return costs, False
-
-
-def _read(path: Path, key: dict[str, Any]) -> Costs | None:
-    """Return the costs in the file; None if it is missing, damaged, or belongs to another key."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        content = parse_json(path.read_bytes())
-        return Costs.from_json(content["costs"]) if content["key"] == key else None
-    return None

@@ -76,22 +76,17 @@ class Net(nn.Module):
             # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it reads nothing
             logits_to_keep=position_BQ,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def next_hidden(self, hidden: Tensor) -> Tensor:
         """Return what the net reads at a node's children, [..., D], for the node's hidden [..., d]."""
-        next_hidden: Tensor = self.post_projection(hidden)
-        return next_hidden
+        return self.post_projection(hidden)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden [..., d]; -inf outside the most likely clusters."""
-        logits: Tensor = (
-            self.lm_head(hidden)
-            if self.masked_embedding is None
-            else self.masked_embedding(hidden, self.lm_head.weight)
-        )
-        return logits
+        if self.masked_embedding is None:
+            return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.masked_embedding(hidden, self.lm_head.weight)  # type: ignore[no-any-return]
 
     def placed_for(self, target: Target) -> Net:
         """Return the net on the target's device, in its dtype; angles stay float32."""
@@ -176,9 +171,7 @@ def _made(config: Mapping[str, Any], source: str) -> Net:
         return Net(config)
     except EyasError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
+    except Exception as error:  # the libraries raise errors of many kinds for settings of wrong types
         reason = one_line(error, 120)
         what = f"{source}: transformers makes no assistant from its config.json"
         raise CheckpointError(f"{what} ({type(error).__name__}: {reason})") from error

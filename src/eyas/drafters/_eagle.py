@@ -130,11 +130,9 @@ class EagleMethod(DraftMethod):
         layers."""
         backend = self.target.runner.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
-        return (
-            None
-            if backend is None or by_kernels or self.layers > 1
-            else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
-        )
+        if backend is None or by_kernels or self.layers > 1:
+            return None
+        return Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -152,14 +150,9 @@ class EagleMethod(DraftMethod):
         idle = ["window.sink"] if window.sink != default.sink and (trained or not has_window) else []
         idle += ["window.crop"] if window.crop != default.crop and not has_window else []
         if window.size is None and idle:
-            why = (
-                f"this head was trained with a window of {trained}, without sinks"
-                if trained
-                else "this draft has no window"
-            )
-            raise OptionError(
-                f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out"
-            )
+            with_trained = f"this head was trained with a window of {trained}, without sinks"
+            why, them = with_trained if trained else "this draft has no window", "them" if idle[1:] else "it"
+            raise OptionError(f"{' and '.join(idle)}: {why}; give --window.size too, or leave {them} out")
 
     def window(self) -> tuple[int, int] | None:
         """Return (sink, size) of the draft's window; None without a window."""
@@ -184,11 +177,9 @@ class EagleMethod(DraftMethod):
 
     def describe(self) -> dict[str, Any]:
         window = self.window()
-        return (
-            {}
-            if window is None
-            else {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
-        )
+        if window is None:
+            return {}
+        return {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
 
 
 class DynamicEagle(EagleMethod):
@@ -286,11 +277,8 @@ class EagleSession(DraftSession):
         slots = int(self.length_B[source])
         self.cache.reserve(slots)
         self.cache.copy(source, row, slots)
-        self.length_B[row], self.pairs_B[row], self.max_slots_by_row[row] = (
-            slots,
-            self.pairs_B[source],
-            self.max_slots_by_row[source],
-        )
+        self.length_B[row], self.pairs_B[row] = slots, self.pairs_B[source]
+        self.max_slots_by_row[row] = self.max_slots_by_row[source]
         return self.truncate(row, length)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:

@@ -66,11 +66,8 @@ class Net(nn.Module):
         D, F = shape.hidden_size, architecture.feature_size * architecture.num_features
         self.architecture = architecture
         self.fc = nn.Linear(F, D, bias=architecture.fc_bias)
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(architecture.feature_size, shape.rms_eps) for _ in range(architecture.num_features))
-            if architecture.fc_norm
-            else None
-        )
+        norms = (RMSNorm(architecture.feature_size, shape.rms_eps) for _ in range(architecture.num_features))
+        self.fc_norm = nn.ModuleList(norms) if architecture.fc_norm else None
         self.input_norm = RMSNorm(F, shape.rms_eps) if architecture.norm_before_fc else None
         self.layer = Layer(shape)
         self.later = nn.ModuleList(LaterLayer(shape) for _ in range(architecture.layers - 1))
@@ -87,8 +84,7 @@ class Net(nn.Module):
         return features
 
     def fuse(self, features: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.fc_input(features))
-        return fused
+        return self.fc(self.fc_input(features))  # type: ignore[no-any-return]
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention [..., 2D], and the residual to which its output is added [..., D]."""
@@ -101,8 +97,7 @@ class Net(nn.Module):
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the head, from the hidden that `forward` returned."""
-        normed: Tensor = hidden if self.architecture.norm_output else self.norm(hidden)
-        return normed
+        return hidden if self.architecture.norm_output else self.norm(hidden)
 
     @property
     def later_layers(self) -> list[LaterLayer]:

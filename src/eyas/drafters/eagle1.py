@@ -80,11 +80,8 @@ class Net(nn.Module):
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """Return the input of the decoder layer [..., D]. `embeddings` belong to tokens t+1."""
-        read = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}[
-            self.inputs
-        ]
-        joined: Tensor = self.fc(torch.cat(read, dim=-1))
-        return joined
+        inputs = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}
+        return self.fc(torch.cat(inputs[self.inputs], dim=-1))  # type: ignore[no-any-return]
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
         self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
@@ -280,11 +277,9 @@ class Method(EagleMethod):
 
     def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
-        return (
-            torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
-            if self.net.inputs == "unshifted"
-            else features
-        )
+        if self.net.inputs != "unshifted":
+            return features
+        return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden[..., -self.target.hidden_size :].to(self.target.dtype))

@@ -126,16 +126,11 @@ class Prediction:
     def continuations(self) -> list[Continuation]:
         """Return possible continuations of the answer, the most probable first."""
         if self.unmatched:
-            positions = (
-                sorted({self.position + self.unmatched, self.position}, reverse=True)
-                if self.unmatched <= MAX_UNMATCHED_TOKENS
-                else []
-            )
-            return [
-                Continuation(self.text[position : position + MAX_UNMATCHED_TOKENS], 0.3)
-                for position in positions
-                if position < len(self.text)
-            ]
+            if self.unmatched > MAX_UNMATCHED_TOKENS:
+                return []
+            positions = sorted({self.position + self.unmatched, self.position}, reverse=True)
+            texts = (self.text[position : position + MAX_UNMATCHED_TOKENS] for position in positions)
+            return [Continuation(text, 0.3) for text in texts if text]
         started = self.matched or not self.position
         count = min(self.max_tokens, FIRST_TOKENS if not self.matched else 2 * self.matched + 2) if started else 0
         tokens = self.text[self.position : self.position + count]

@@ -29,13 +29,8 @@ class DraftLayerCache:
     def __init__(
         self, rotated: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor
     ) -> None:
-        self.rotated, self.unrotated, self.length_R, self.visible_RNT, self.width = (
-            rotated,
-            unrotated,
-            length_R,
-            visible_RNT,
-            rotated.width,
-        )
+        self.rotated, self.unrotated, self.width = rotated, unrotated, rotated.width
+        self.length_R, self.visible_RNT = length_R, visible_RNT
 
     @property
     def mask_R1NW(self) -> Tensor:

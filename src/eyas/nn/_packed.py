@@ -165,11 +165,9 @@ class _Packed(torch.autograd.Function):
         M, H, h = q_MHh.shape
         K, dtype = k_NKh.shape[1], torch.promote_types(q_MHh.dtype, torch.float32)
         later_IMKg = _later_scores(q_MHh, lk_IMKh)
-        later_lse_MKg = (
-            torch.logsumexp(later_IMKg, 0)
-            if len(later_IMKg)
-            else q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
-        )
+        later_lse_MKg = q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
+        if len(later_IMKg):
+            later_lse_MKg = torch.logsumexp(later_IMKg, 0)
         out_MHh, lse_MKg = torch.empty_like(q_MHh), torch.empty_like(later_lse_MKg)
         for block in blocks:
             first, last, begin, end = block
@@ -197,20 +195,13 @@ class _Packed(torch.autograd.Function):
         dk, dv = (torch.zeros(x.shape, dtype=lse_MKg.dtype, device=x.device) for x in (k_NKh, v_NKh))
         for block in ctx.blocks:
             first, last, begin, end = block
-            p = (
-                _scores(q_MHh, k_NKh, rows_M, block)
-                .sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None])
-                .exp_()
-                .flatten(1, 2)
-            )
+            scores = _scores(q_MHh, k_NKh, rows_M, block)
+            p = scores.sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None]).exp_().flatten(1, 2)
             q_KXh, grad_KXh = (_group(x[first:last], K).flatten(1, 2) for x in (q_MHh, grad_MHh))
             dv[begin:end] += torch.bmm(p.to(v_NKh.dtype).transpose(1, 2), grad_KXh).transpose(0, 1)
             dp = torch.bmm(grad_KXh, v_NKh[begin:end].permute(1, 2, 0)).to(p.dtype)
-            ds = (
-                p.mul_(dp.sub_(delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None]))
-                .mul_(scale)
-                .to(q_MHh.dtype)
-            )
+            delta_KX1 = delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None]
+            ds = p.mul_(dp.sub_(delta_KX1)).mul_(scale).to(q_MHh.dtype)
             dk[begin:end] += torch.bmm(ds.transpose(1, 2), q_KXh).transpose(0, 1)
             dq[first:last] = _flat(torch.bmm(ds, k_NKh[begin:end].transpose(0, 1)).view(K, H // K, last - first, h))
         dlk, dlv = torch.zeros_like(lk_IMKh), torch.zeros_like(lv_IMKh)

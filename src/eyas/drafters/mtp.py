@@ -4,7 +4,7 @@ arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2) drafts for it.
 The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads
 pairs (feature of token t, token t+1) as EAGLE's net does, and predicts token t+2; applied again to
 its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows the tree, `_mtp_net.py`
-wraps transformers' class, and `_mtp_llama.py` computes it by kernels where its layer is LLaMA's. Of
+wraps transformers' class, and computes it by kernels where its layer is LLaMA's. Of
 several modules the first one is applied in all steps.
 
 Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins
@@ -35,8 +35,7 @@ from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
-from eyas.drafters._mtp_llama import llama_net
-from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
+from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, ModelError

@@ -13,7 +13,7 @@ parent, and its own state is stored for its children.
 When a path is accepted, the state of its last node becomes the row's committed state; those of the
 other nodes are dropped. No token is read twice, rows accept different numbers of tokens without
 padding, and every node is computed like a token of plain decoding: by the module's own forward, for
-one token (`targets.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
+one token (`run_levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
 one pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1
 times.
 
@@ -41,8 +41,18 @@ from transformers.cache_utils import LinearAttentionLayer
 from eyas.core import families
 from eyas.core.extensions import TargetExtension, TargetState
 from eyas.core.target import ForwardInput, Target, TargetSession
-from eyas.targets.levels import Level, replaced_forward, run_levels, tree_levels
-from eyas.targets.state_modules import PROBE_TOKENS, ProbeCache, StateModule, States, load_states, stored_states
+from eyas.targets.state_modules import (
+    PROBE_TOKENS,
+    Level,
+    ProbeCache,
+    StateModule,
+    States,
+    load_states,
+    replaced_forward,
+    run_levels,
+    stored_states,
+    tree_levels,
+)
 
 __all__ = ["Extension", "RowStates", "state_modules"]
 

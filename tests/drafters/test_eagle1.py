@@ -15,7 +15,6 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.checkpoints import safeailab
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
@@ -199,7 +198,6 @@ def test_what_is_published(tmp_path: Path, target: Target) -> None:
         }
         assert "inputs" not in said
         assert ("fc.weight" in checkpoints.load(tmp_path / inputs).tensors) == (inputs in ("shifted", "unshifted"))
-    assert safeailab.INPUTS == INPUTS
 
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])

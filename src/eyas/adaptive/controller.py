@@ -1,21 +1,13 @@
-"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how
-much.
-
-Two things draft. The text itself can, at next to no cost: how many of its guesses are verified is
-chosen in every cycle, for all rows together, by their chances and by what passes take (nodes.py);
-none, if none is worth its time. And the method, if it has a net or a fixed tree. A bandit
-(bandit.py) chooses between two arms, by tokens a second:
+"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how much.
+docs/design/controller.md describes it.
 
     base     plain decoding; where the method has a draft model, with guesses from the text (`fallback`)
     draft    the method; in a cycle in which guesses from the text promise more tokens a second than the method has
-             made so far, these guesses. If the method has dynamic trees, the size is the one with the highest expected
-             goodput (goodput.py), given the seconds of cycles on this machine (cost.py). So sizes need not be tried one
-             by one: the bandit learns one yield, and begins with the expected one
+             made so far, these guesses. Of dynamic trees it has the size with the highest expected goodput
 
-A method that drafts from the text alone needs no bandit. While another one drafts, its size is
-planned again at growing intervals. Now and then a larger tree is drafted, because nothing else
-shows what more levels and children would yield; this takes at most the share MAX_EXPLORE_SHARE of
-the time.
+How many guesses from the text are verified is chosen in every cycle, for all rows together (nodes.py). A bandit (bandit.py)
+chooses between the two arms, by tokens a second. While a method drafts, its size is planned again at growing intervals
+(goodput.py, cost.py), and now and then a larger tree is drafted, because nothing else shows what it would yield.
 
 Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share
 every forward. The estimates are kept from one request to the next. Decisions about methods that

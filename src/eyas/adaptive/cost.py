@@ -3,15 +3,11 @@
     cycle(nodes, depth, branch)  =  verify(nodes)  +  first(branch) + (depth - 1) * deeper(branch)  +  rest
 
 Between measured points costs are linear. With several rows, a pass has as many nodes as all rows
-together. Passes are measured up to a size from which on each further node takes its time. Where
-trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
-alone. Costs serve as ratios: the controller scales them by what cycles really take, so another
-context or a slower clock does no harm.
+together. Where trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
+alone. Costs serve as ratios: the controller scales them by what cycles really take.
 
-Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this
-target, method, size of head, dtype, device, number of threads, runner and versions; if the file is
-broken or has another key, the costs are measured again. A measurement knows how busy the machine
-was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and
+Measuring takes a few seconds, on first use, and is kept in the user's cache folder. A measurement knows how busy the
+machine was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and
 `eyas bench` does not use it at all: two methods that are compared need like trees.
 
 This module knows nothing about acceptance.

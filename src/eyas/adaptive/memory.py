@@ -89,7 +89,6 @@ def _digest(drafter: Drafter) -> str:
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-LEAST, MOST = 0.02, 0.98  # a measured share on few texts may be 0 or 1
 CHECKED_CYCLES = 200  # drafted cycles after which the head is judged, once
 MIN_SHARE = 0.5  # of what its training measured
 
@@ -97,7 +96,7 @@ MIN_SHARE = 0.5  # of what its training measured
 def first_chance(drafter: Drafter) -> float:
     """Return `trained_chance` for a plan: PRIOR_CHANCE where it is unknown, and neither 0 nor 1."""
     chance = trained_chance(drafter)
-    return PRIOR_CHANCE if chance is None else min(MOST, max(LEAST, chance))
+    return PRIOR_CHANCE if chance is None else min(0.98, max(0.02, chance))  # on few texts it may be 0 or 1
 
 
 def trained_chance(drafter: Drafter) -> float | None:

@@ -19,25 +19,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.core.cache import LayerCache
 from eyas.errors import OptionError
-from eyas.nn import Attention, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention
+from eyas.nn import Attention, LayerShape, RMSNorm, SwiGLU, grouped_attention
 
-__all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
-
-
-class KeyValueStore(Protocol):
-    """The keys and values of one layer in a cache."""
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> KeysValues:
-        """Store keys and values [R, K, T, h] in the slots of this forward; return the keys and values of all
-        slots [R, K, W, h]."""
-        ...
+__all__ = ["BlockFormat", "BlockNet", "Extras", "Selector"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class BlockAttention(Attention):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(replace(shape, qk_norm=True))
 
-    def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
+    def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: LayerCache, mask_R1nW: Tensor) -> Tensor:
         """Return the attention of the blocks to the slots that the mask shows, after their own keys and values are
         stored."""
         k_RnKh, v_RnKh = self.rotated_key_value(x_RnD, position_Rn)
@@ -234,14 +225,14 @@ class BlockNet(nn.Module):
         """Return what all layers make keys and values of, [..., D], for the target's features [..., F]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
-    def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
+    def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[LayerCache]) -> None:
         """Store the keys and values of committed tokens in every layer."""
         for layer, store in zip(self.typed_layers, stores, strict=True):
             k_RTKh, v_RTKh = layer.attention.rotated_key_value(context_RTD, position_RT)
             store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
 
     def forward(
-        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], masks_R1nW: Sequence[Tensor]
+        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[LayerCache], masks_R1nW: Sequence[Tensor]
     ) -> Tensor:
         """Return the normed hidden [R, n, D] of the slots, from the embeddings of the blocks and each layer's mask."""
         for layer, store, mask_R1nW in zip(self.typed_layers, stores, masks_R1nW, strict=True):

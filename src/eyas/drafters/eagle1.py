@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
+from eyas.checkpoints.safeailab import INPUTS
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
@@ -56,8 +57,6 @@ from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
 
 __all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
-
-INPUTS = ("shifted", "unshifted", "feature", "token")
 
 
 class Net(nn.Module):

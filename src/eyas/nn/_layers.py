@@ -271,16 +271,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class KernelLayer(Protocol):
-    """A decoder layer computed by kernels."""
-
-    def __call__(
-        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
-    ) -> Tensor | None:
-        """Return the layer's output [R, N, D]; None for a cache that the kernels cannot use."""
-        ...
-
-
 class DecoderLayer(nn.Module):
     """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and
     the MLP after it."""
@@ -289,7 +279,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.fused: KernelLayer | None = None  # kernels that compute the layer
+        # kernels that compute `decode`; they return None for a cache that they cannot use
+        self.fused: Callable[[Tensor, Tensor, Tensor, DraftCache], Tensor | None] | None = None
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """Return the layer's output [R, N, D] for the next nodes of the cache.

@@ -339,11 +339,6 @@ class RowStates(TargetState):
                 for state in states.values():
                     state[row] = 0
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the states of all rows, without the states of nodes and marks."""
-        return sum(state.nbytes for states in self.committed for state in states.values())
-
 
 def _tensors(module: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor]) -> States:
     return {

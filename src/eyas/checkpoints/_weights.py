@@ -120,7 +120,6 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
 
 
 def _published(place: Path) -> Published:
-    """Return config.json and the tensors of a folder, or what a format makes of a file."""
     if not place.is_file():
         return read_config(place), _without_buffers(read_tensors(place))
     return next(form.unpack(place) for form in formats() if getattr(form, "SUFFIX", None) == place.suffix)
@@ -136,12 +135,9 @@ def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
-    """Write a draft head in its published format: config.json and its safetensors, into a folder
-    that is made if absent.
+    """Write a draft head in its published format: config.json and its safetensors, into a folder that is made if absent.
 
-    Both files are written under temporary names and then renamed, so that an interrupt leaves an older
-    head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
-    written or the disk is full.
+    An interrupt leaves an older head whole. Raises InputError when the folder cannot be written or the disk is full.
     """
     writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:

@@ -98,35 +98,24 @@ class Costs:
         """Return the seconds of a cycle with a tree of this size in each row; None stands for a tree that does not
         grow."""
         size = size or TreeSize(self.own_nodes, 1, 1)
-        return (
-            _interpolate(self.nodes, self.verify, size.nodes * rows)
-            + self.draft(size.depth, size.branch, rows)
-            + self.rest
-        )
+        verified = _interpolate(self.nodes, self.verify, size.nodes * rows)
+        return verified + self.draft(size.depth, size.branch, rows) + self.rest
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Costs:
         """Return the costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
         anything else."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-        }
-        costs = cls(**values)
+        costs = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
         numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
-        if (
-            not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers)
-            or not costs.verify
-            or min(costs.verify) <= 0
-        ):
-            raise ValueError("not all times are positive numbers")
-        if [len(costs.nodes), len(costs.branches)] != [len(costs.verify), len(costs.deeper)] or len(costs.first) != len(
-            costs.deeper
-        ):
-            raise ValueError("times are missing")
         counts = (*costs.nodes, *costs.branches, costs.own_nodes)
-        if not all(isinstance(n, int) and n > 0 for n in counts) or not costs.branches:
-            raise ValueError("sizes are missing")
+        are_numbers = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(costs.verify) > 0
+        are_counts = all(isinstance(n, int) and n > 0 for n in counts)
+        same = (
+            len(costs.nodes) == len(costs.verify) and len(costs.branches) == len(costs.first) == len(costs.deeper) > 0
+        )
+        if not (are_numbers and are_counts and same):
+            raise ValueError("times or sizes are missing, or are not positive numbers")
         return costs
 
 
@@ -175,10 +164,8 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
 def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
     """Return the seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds less the
     seconds of its pass."""
-    _, drafted = _cycles(drafter, size, CONTEXT)
-    return max(
-        0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
-    )
+    steps = [(step, step.draft) for step in _cycles(drafter, size, CONTEXT)[1] if step.draft is not None]
+    return max(0.0, median(step.seconds - _interpolate(nodes, verify, draft.tree.nodes) for step, draft in steps))
 
 
 def _overheads(drafter: Drafter, costs: Costs, size: TreeSize) -> tuple[float, float]:
@@ -311,18 +298,13 @@ def load_costs(
     kept = None if force else file.load("costs", Costs.from_json)
     if kept is not None and not kept.expired(now(), doubtful_seconds):
         return kept, True
-    why = "" if kept is None else " again: the machine was busy when they were measured before"
-    log.info(
-        "measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)",
-        method_name(drafter),
-        why,
-    )
+    name, why = method_name(drafter), ""
+    if kept is not None:
+        why = " again: the machine was busy when they were measured before"
+    log.info("measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)", name, why)
     costs = make(drafter)
     if costs.doubtful and doubtful_seconds <= 0:
-        log.warning(
-            "the costs of %s are %s; its trees may differ from a quiet machine's: repeat on one, or compare with --tree fixed",
-            method_name(drafter),
-            costs.quality,
-        )
+        advice = "its trees may differ from a quiet machine's: repeat on one, or compare with --tree fixed"
+        log.warning("the costs of %s are %s; %s", name, costs.quality, advice)
     file.store("costs", asdict(costs))
     return costs, False

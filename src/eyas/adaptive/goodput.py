@@ -182,9 +182,8 @@ class Acceptance:
                 has all of them.
         """
         size, self._accepted_S = size.within(self.limit), None
-        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[
-            1 : self.limit.depth + 1
-        ]
+        levels = self.limit.depth + 1
+        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=levels)[1:levels]
         assumed_E = self._assumed_ADGE[self._cell(self._nearest(size))]
         new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, predicted_E, assumed_E])
         self._sums_4E[:, : size.depth] *= 1 - 1 / MEMORY

@@ -287,11 +287,8 @@ def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
     told = "causal" if merged.get("is_causal") is None else "is_causal"
     causal = slides if merged.get(told) is None else [flag(merged, told, False)] * layers
     window = None if resolved.sliding_window is None else count(vars(resolved), "sliding_window")
-    of_layers = {
-        "windows": tuple(window if slid else None for slid in slides),
-        "causal": tuple(causal),
-    }
-    return {name: values if any(values) else () for name, values in of_layers.items()}
+    windows = tuple(window if slid else None for slid in slides)
+    return {"windows": windows if any(windows) else (), "causal": tuple(causal) if any(causal) else ()}
 
 
 def _scales(merged: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,21 +140,21 @@ def architecture(config: Mapping[str, Any]) -> str:
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our config with every key; absent ones get the published formats' default."""
     layers = config.get("feature_layers")
+    defaults = {
+        **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_before_residual", "qk_norm"), False),
+        "layer_ids_as_published": None,
+        "window": None,
+        "layers": 1,
+        "carries": "raw",
+        "head": "own",
+        "draft_vocab_size": config["vocab_size"],
+        "target_hidden_size": config["hidden_size"],
+    }
     return {
         **config,
-        "layers": config.get("layers") or 1,
-        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
-        "target_hidden_size": config.get("target_hidden_size") or config["hidden_size"],
+        **{key: config.get(key) or default for key, default in defaults.items()},
         "num_features": len(layers) if layers else config.get("num_features") or 3,
         "feature_layers": tuple(layers) if layers else None,
-        "layer_ids_as_published": config.get("layer_ids_as_published"),
-        "norm_before_fc": config.get("norm_before_fc") or False,
-        "fc_norm": config.get("fc_norm") or False,
-        "norm_before_residual": config.get("norm_before_residual") or False,
-        "qk_norm": config.get("qk_norm") or False,
-        "carries": config.get("carries") or "raw",
-        "window": config.get("window"),
-        "head": config.get("head") or "own",
     }
 
 
@@ -168,10 +168,11 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         "layer.embed_norm.weight": (hidden,),
         "layer.hidden_norm.weight": (hidden,),
         **layer_shapes(config, 2 * hidden),
-        **_later_shapes(config),
         "norm.weight": (hidden,),
         "embed.weight": (vocab, hidden),
     }
+    for i in range(config["layers"] - 1):
+        out |= {f"later.{i}.input_norm.weight": (hidden,), **layer_shapes(config, hidden, f"later.{i}")}
     if config["fc_bias"]:
         out["fc.bias"] = (hidden,)
     if config["head"] == "own":
@@ -185,29 +186,15 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return our names and the shapes of the tensors in layers after the first."""
-    out: dict[str, Shape] = {}
-    for i in range(config["layers"] - 1):
-        out |= {
-            f"later.{i}.input_norm.weight": (config["hidden_size"],),
-            **layer_shapes(config, config["hidden_size"], f"later.{i}"),
-        }
-    return out
-
-
 def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
     """Return our name of each published tensor; without the vocabulary maps."""
-    norms = {
-        f"{layer}.input_layernorm.weight": "layer.embed_norm.weight",
-        f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight",
-    }
-    fc_norms = {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
-    later: dict[str, str] = {}
+    names = layer_names(layer, "layer")
+    names[f"{layer}.input_layernorm.weight"] = "layer.embed_norm.weight"
+    names[f"{layer}.hidden_norm.weight"] = "layer.hidden_norm.weight"
     for i in range(layers - 1):
-        later |= layer_names(f"layers.{i + 1}", f"later.{i}")
-        later[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
-    return layer_names(layer, "layer") | norms | later | _COMMON_NAMES | fc_norms
+        names |= layer_names(f"layers.{i + 1}", f"later.{i}")
+        names[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
+    return names | _COMMON_NAMES | {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -267,7 +254,10 @@ def assemble(
             f'if the head is one of DeepSpec, write "architectures": ["{DEEPSPEC}"]'
         )
     layer, count_of_layers = _layers_of(tensors, layers, several)
-    _check_count(config, count_of_layers)
+    if count_of_layers > 1 and count(config, "num_hidden_layers", count_of_layers) != count_of_layers:
+        raise CheckpointError(
+            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {count_of_layers} layers"
+        )
     ours = _our_config(config, tensors, {**settings, "layers": count_of_layers}, layer, strict)
     reduced = ours["draft_vocab_size"] != ours["vocab_size"]
     same_width = ours["target_hidden_size"] == ours["hidden_size"]
@@ -276,11 +266,8 @@ def assemble(
     names, our_shapes = names_of(layer, ours["num_features"], ours["layers"]), shapes(ours)
     expected = {name: our_shapes[our_name] for name, our_name in names.items() if our_name in our_shapes}
     expected |= {"d2t": (ours["draft_vocab_size"],), "t2d": (ours["vocab_size"],)}
-    optional = {"embed_tokens.weight"} if same_width else set()
-    if not reduced:
-        optional |= {"d2t", "t2d"}
-    else:
-        optional |= {"t2d"}  # d2t says the same
+    optional = {"t2d"} if reduced else {"d2t", "t2d"}  # d2t says the same as t2d
+    optional |= {"embed_tokens.weight"} if same_width else set()
     faults = differences(tensors, expected, optional)
     if faults:
         raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")
@@ -428,14 +415,6 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
     return first[0], 1 + len(later)
 
 
-def _check_count(config: Mapping[str, Any], layers: int) -> None:
-    """Raise CheckpointError for several layers of which config.json says another number."""
-    if layers > 1 and count(config, "num_hidden_layers", layers) != layers:
-        raise CheckpointError(
-            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {layers} layers"
-        )
-
-
 # --- refusing ----------------------------------------------------------------------------------------
 
 
@@ -484,9 +463,8 @@ def sliding_window(config: Mapping[str, Any], positions: int, layers: int) -> in
         raise CheckpointError(
             f"config.json has layer_types {kinds[:layers]}: heads whose layers all are of one type are read"
         )
-    windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get(
-        "use_sliding_window"
-    ) is True
+    slides = isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]
+    windowed = slides or config.get("use_sliding_window") is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None
 
 

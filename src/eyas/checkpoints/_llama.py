@@ -22,14 +22,8 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST_COUNT = 2**31
-EPSILONS = (
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "layernorm_epsilon",
-    "norm_eps",
-    "norm_epsilon",
-    "rms_eps",
-)  # of other families
+# of other families
+EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_eps")
 # tensors of queries and keys, whose rows are channels of heads
 _TURNED = frozenset({"q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight"})
 # kinds of RoPE, with the numbers that they must and may have

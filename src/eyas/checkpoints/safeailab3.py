@@ -62,9 +62,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
-    draft_vocab_size = next(
-        (c["draft_vocab_size"] for c in (config, eyas) if c.get("draft_vocab_size") is not None), None
-    )
+    draft_vocab_size = config.get("draft_vocab_size")
+    if draft_vocab_size is None:
+        draft_vocab_size = eyas.get("draft_vocab_size")
     settings = {
         **layer_ids(config, published, None),
         **{key: flag(eyas, key, False) for key in _FLAGS},

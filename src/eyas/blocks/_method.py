@@ -16,6 +16,7 @@ D hidden, F features, V vocabulary, W slots of the cache.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -298,13 +299,8 @@ class BlockMethod(DraftMethod):
 
     def chain(self, depth: int) -> Self:
         """Return the method with a chain, at most as deep as the block."""
-        tree = replace(self.options.tree, nodes=depth + 1, depth=depth, branch=1)
-        options = replace(self.options, tree=tree)
-        chain = type(self)(
-            self.target, options, self.net, self.shape, self.feature_layers, self.block_format, self.embed_tokens,
-            self.draft_ids_v,
-        )  # fmt: skip
-        chain.trained_length = self.trained_length
+        chain = copy(self)
+        chain.tree = replace(self.tree, nodes=depth + 1, depth=min(depth, self.block_format.levels), branch=1)
         return chain
 
     def describe(self) -> dict[str, Any]:

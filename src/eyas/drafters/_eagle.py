@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -200,6 +201,11 @@ class DynamicEagle(EagleMethod):
 
     def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
         return grow_dynamic(net_steps, cycle_input, self.options.tree)
+
+    def chain(self, depth: int) -> Self:
+        chain = copy(self)
+        chain.options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
+        return chain
 
     def describe(self) -> dict[str, Any]:
         return {**self.options.tree.describe(), **EagleMethod.describe(self)}

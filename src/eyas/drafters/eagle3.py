@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -158,17 +158,13 @@ class Method(DynamicEagle):
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Load a head. Raise CheckpointError unless its sizes are the target's, and all tensors and no others are there."""
-        own_table = weights is not None and EMBEDDING in weights.tensors
-        weights = check_head(
-            weights,
-            cls.head_format,
-            cls.label,
-            {
-                "target_hidden_size": ("target's hidden size", target.hidden_size),
-                "vocab_size": ("vocabulary", target.vocab_size),
-                **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
-            },
-        )
+        sizes = {
+            "target_hidden_size": ("target's hidden size", target.hidden_size),
+            "vocab_size": ("vocabulary", target.vocab_size),
+        }
+        if weights is None or EMBEDDING not in weights.tensors:
+            sizes["hidden_size"] = ("hidden size", target.hidden_size)
+        weights = check_head(weights, cls.head_format, cls.label, sizes)
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window, config.get("window"))
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
@@ -283,15 +279,6 @@ class Method(DynamicEagle):
         net: Net = self.decoding_net
         normed = net.head_input(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
-
-    def chain(self, depth: int) -> Self:
-        options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
-        chain = type(self)(
-            self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens
-        )
-        chain.trained_length = self.trained_length
-        chain.trained_window = self.trained_window
-        return chain
 
     # --- training
 

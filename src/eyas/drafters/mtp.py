@@ -164,9 +164,6 @@ class Method(DynamicEagle):
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
 
-    def chain(self, depth: int) -> Method:
-        return Method(self.target, Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1)), self.net)
-
     # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:

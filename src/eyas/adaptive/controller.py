@@ -298,8 +298,6 @@ class AdaptiveController:
         everything = None if full is None else (full.parents_BX[row].tolist(), full.value_BX[row].tolist())
         self.acceptance.learn(*tree, size, len(step.path) - 1, everything)
 
-    # --- the planned tree -------------------------------------------------------------------------------------------
-
     def _batch_state(self, rows: int) -> BatchState:
         key = rows.bit_length()
         if key not in self._states:

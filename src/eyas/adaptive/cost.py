@@ -129,9 +129,6 @@ def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
     return values[i] + (max(0.0, slope) if x > at[i] else slope) * (x - at[i])
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------------------------
-
-
 class _Alternating(Policy):
     """Cycles with a tree of one size and plain ones by turns. None: the size that the options give."""
 
@@ -219,9 +216,6 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
     first = max(0.0, median(step.seconds for step in drafted) - _interpolate(costs.nodes, costs.verify, own_nodes))
     rest = max(0.0, median(step.seconds for step in plain) - costs.plain())
     return replace(costs, own_nodes=own_nodes, first=(first,), plain_rest=rest)
-
-
-# --- keeping measurements ----------------------------------------------------------------------------------------------
 
 
 def cost_key(drafter: Drafter) -> dict[str, Any]:

@@ -101,9 +101,6 @@ def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "speculators_model_type" not in config and (architecture(config) in CLASSES or has_tensors)
 
 
-# --- reading -----------------------------------------------------------------------------------------
-
-
 def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return our config of the part that both formats share."""
     merged = {**config, **inner}

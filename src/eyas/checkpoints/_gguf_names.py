@@ -124,9 +124,6 @@ def mtp_names(architecture: str, layer: int) -> dict[str, str]:
     return {f"blk.{layer}.{theirs}": f"layers.0.{ours}" for theirs, ours in names.items()}
 
 
-# --- changes of tensors --------------------------------------------------------------------------------
-
-
 def in_halves(weight: Tensor, heads: int) -> Tensor:
     """Return rows of queries or keys for a RoPE that turns the two halves of a head; in files of EAGLE-3 heads it turns
     neighbours."""

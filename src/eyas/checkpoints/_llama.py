@@ -37,9 +37,6 @@ _SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-# --- a layer's tensors -------------------------------------------------------------------------------
-
-
 def layer_names(published: str, ours: str) -> dict[str, str]:
     """Return our name of each published tensor, for a layer with these prefixes; without its input norms."""
     names = {f"self_attn.{x}_proj.{kind}": f"attention.{x}.{kind}" for x in "qkv" for kind in ("weight", "bias")}
@@ -72,9 +69,6 @@ def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -
         f"{layer}.mlp.up.weight": (inner, hidden),
         f"{layer}.mlp.down.weight": (hidden, inner),
     }
-
-
-# --- a layer's config --------------------------------------------------------------------------------
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,9 +175,6 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": config["max_positions"],
         "tie_word_embeddings": False,
     }
-
-
-# --- single values -----------------------------------------------------------------------------------
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

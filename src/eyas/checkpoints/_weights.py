@@ -152,9 +152,6 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
 
 
-# --- checks ------------------------------------------------------------------------------------------
-
-
 def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> None:
     """Raise one CheckpointError that names every missing, unexpected and mis-shaped tensor.
 
@@ -204,9 +201,6 @@ def _check_fingerprint(fingerprint: Any) -> None:
             'config.json has an eyas.target_fingerprint that eyas did not write (it is text like "dadd22ddee45:-0.003,-0.044,0.018"): '
             "remove it"
         )
-
-
-# --- formats -----------------------------------------------------------------------------------------
 
 
 def formats() -> Iterator[Format]:

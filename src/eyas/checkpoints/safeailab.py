@@ -102,9 +102,6 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out | layer_shapes(config, hidden)
 
 
-# --- config ------------------------------------------------------------------------------------------
-
-
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our config of a published config.json. Raise CheckpointError for a missing or impossible value, another
     activation or RoPE."""

@@ -67,8 +67,6 @@ class Method(DraftMethod):
         layers = source_layers(target)
         self.layers = {kind: layers.get(kind, max(layers.values())) for kind in dict.fromkeys(net.kinds)}
 
-    # --- weights
-
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         return cls(
@@ -78,8 +76,6 @@ class Method(DraftMethod):
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         return cls(target, options, random_net(target, seed))
-
-    # --- drafting
 
     @property
     def max_tree(self) -> TreeSize | None:

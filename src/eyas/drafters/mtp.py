@@ -89,8 +89,6 @@ class Method(DynamicEagle):
             )
         self.net, self.shape, self.feature_layers = net, target_layer_shape(target), (target.num_layers,)
 
-    # --- weights
-
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
         """Load the module from `--draft`, a head that eyas trained or a checkpoint with modules, or
@@ -143,8 +141,6 @@ class Method(DynamicEagle):
         }
         return saved_head(self.head_format, config, self.net, self.target)
 
-    # --- drafting
-
     @cached_property
     def decoding_net(self) -> Any:
         """The module by eyas' own layer, where the target's runner has kernels for that; else the
@@ -163,8 +159,6 @@ class Method(DynamicEagle):
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
-
-    # --- training
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the objective, by default the cross-entropy with the target's distribution, summed over

@@ -52,9 +52,6 @@ def place(name: str) -> tuple[Path, str]:
     return kept_folder(_gguf_file()), QUANTISED
 
 
-# --- the hub --------------------------------------------------------------------------------------
-
-
 def _published(fetch: bool) -> Path | None:
     """Return the folder of the published checkpoint in the hub's cache; None if it is not there and
     cannot be fetched, or is not to be."""
@@ -71,9 +68,6 @@ def _published(fetch: bool) -> Path | None:
     except Exception as error:  # whatever its client and the network raise
         log.info("%s is not taken from the hub (%s)", HUB, one_line(error, 100) or type(error).__name__)
         return None
-
-
-# --- the package ----------------------------------------------------------------------------------
 
 
 def _file() -> Path:

@@ -87,8 +87,6 @@ class Method(small_model.Method):
             self.draft_model = draft  # kernels know no added features
             self.feature_layers = self.feature_input.layers
 
-    # --- weights
-
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         """Return a small LLaMA of the target's vocabulary with random weights."""
@@ -100,8 +98,6 @@ class Method(small_model.Method):
     def weights(self) -> Weights:
         """Return the model in Hugging Face's own layout, without the part of PARD-2."""
         return replace(super().weights(), method=self.head_format)
-
-    # --- drafting
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows) if self.feature_input is None else FeatureSession(self, rows, self.feature_input)
@@ -116,8 +112,6 @@ class Method(small_model.Method):
     def describe(self) -> dict[str, Any]:
         reads = {} if self.feature_input is None else {"features": list(self.feature_layers)}
         return {**self.dynamic.describe(), **reads}
-
-    # --- training
 
     def loss(self, batch: Batch, generator: Any = None) -> Loss:
         """Raise NotImplementedError: such models are trained by their authors' code."""

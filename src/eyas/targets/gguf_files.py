@@ -164,9 +164,6 @@ def _file(source: str | Path, gguf_file: str) -> Path:
         raise ModelError(f"target {str(source)!r} has no file {gguf_file!r} here: {one_line(error, 200)}") from error
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def _cache() -> Path:
     return user_cache() / "gguf"
 
@@ -221,9 +218,6 @@ def _remove_unused(newest: Path) -> None:
             room -= sum(file.stat().st_size for file in path.iterdir())
             if room < 0 and path != newest and used[path] < used[newest] - RECENT_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-# --- the conversion -------------------------------------------------------------------------------
 
 
 def _convert(path: Path, folder: Path) -> None:

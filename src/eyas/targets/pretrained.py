@@ -241,9 +241,6 @@ def _has_files_of_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
 
 
-# --- why it cannot be loaded ----------------------------------------------------------------------
-
-
 @contextmanager
 def one_line_errors(beginning: str, source: str | Path, files: str = "", place: str = "") -> Iterator[None]:
     """Turn exceptions of a library into a ModelError of one line.

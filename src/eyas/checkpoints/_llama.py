@@ -17,7 +17,7 @@ from eyas.core.params import is_number, is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "Shape", "are_rising", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
+    "Shape", "are_rising", "count", "flag", "halves", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
     "read_rope", "text", "write_layer",
 ]  # fmt: skip
 
@@ -143,17 +143,20 @@ def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | N
 
 
 def in_halves(tensors: Mapping[str, Tensor], config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
-    """Return our tensors for a RoPE that turns the two halves of a head, as LLaMA's does, made of the
-    tensors of a head whose RoPE turns neighbouring channels ("rope_is_neox_style": false): queries and keys have their
-    channels reordered, which leaves their products as they are."""
+    """Return our tensors; of a head whose RoPE turns neighbouring channels ("rope_is_neox_style": false), queries and keys
+    have their channels reordered, which leaves their products as they are."""
     if flag(config, "rope_is_neox_style", True) and not flag(config, "rope_interleave", False):
         return dict(tensors)
-    out = dict(tensors)
-    for name, tensor in tensors.items():
-        if name.rpartition("attention.")[2] in _TURNED:
-            pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-            out[name] = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
-    return out
+    return {
+        name: halves(tensor, head_dim) if name.rpartition("attention.")[2] in _TURNED else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows of queries or keys for a RoPE that turns the two halves of a head, made of those for neighbours."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SECOND_PARTS, SLIDI
 from eyas.checkpoints._eagle3 import IDS, VLLM
 from eyas.checkpoints._files import GGUF as SUFFIX
 from eyas.checkpoints._files import check_finite, check_sum
+from eyas.checkpoints._llama import halves
 from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
 from eyas.errors import CheckpointError, first_line
@@ -171,10 +172,9 @@ def _read_eagle3(file: File) -> Published:
         **{key: bool(file.get(f"ARCH.{key}", False)) for key in ("norm_before_residual", "norm_before_fc")},
     }
     tensors = _tensors(file, names.eagle3_names())
-    for x, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-        name = f"layers.0.self_attn.{x}_proj.weight"
+    for name in ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"):
         if name in tensors:
-            tensors[name] = names.in_halves(tensors[name], config[heads])
+            tensors[name] = halves(tensors[name], config["head_dim"])
     tensors |= _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return {**config, "draft_vocab_size": len(tensors.get("d2t", ())) or config["vocab_size"]}, tensors

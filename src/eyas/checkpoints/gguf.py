@@ -1,12 +1,5 @@
-"""Heads in GGUF files, turned into forms in which heads are published in folders: their readers check names, shapes
-and settings.
-
-    architecture of the file              turned into
-    eagle3                                vLLM's form of EAGLE-3 (`vllm`)
-    dflash                                z-lab's form of DFlash and DFlash 2 (`dflash`), DeepSpec's of DSpark (`dspark`); over a draft
-                                          vocabulary that of the speculators library (`speculators_block`)
-    qwen35, qwen35moe, qwen3next,         the MTP module behind the target's layers, `blk.L.nextn.*` and the layer beside them: a head as
-    glm4moe                               eyas writes it (`mtp`)
+"""Heads in GGUF files, as llama.cpp writes them, turned into forms in which heads are published in folders: their readers
+check names, shapes and settings. docs/reference/head_formats.md lists the architectures.
 
 Keys and names are those of llama.cpp's converter (convert_hf_to_gguf.py), whose changes are undone here: queries and
 keys of EAGLE-3 heads have their channels in pairs, d2t holds the target's ids themselves, norms of Qwen's modules

@@ -1,18 +1,10 @@
-"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, with a mask's token
-and a mask's features.
+"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, in vLLM's form (`eagle3`) or in that of the
+speculators library (`speculators`), with a mask's token and a mask's features (docs/reference/head_formats.md).
 
-    flat            vLLM's: config.json and tensors of an EAGLE-3 head in vLLM's format (`vllm`), whichever of its classes config.json
-                    names; `pard_token`, `ptd_token_id` or `mask_token_id`: the mask's token; `parallel_drafting` may be true
-    speculators     speculators_model_type "peagle"; config.json and tensors of an EAGLE-3 head of that library (`speculators`);
-                    `mask_token_id`; speculative_tokens of the proposal method: the number of levels that the head was trained for
-    tensors         besides those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
+A slot after the first reads the embedding of the mask's token, and mask_hidden [F] in place of the target's features,
+before the norms of features and fc. eyas writes vLLM's form, with the number of levels under "eyas".
 
-A slot after the first reads the embedding of the mask's token, and mask_hidden in place of the
-target's features, before the norms of features and fc. Layer ids mean inputs in both forms. eyas
-writes the flat form, with the number of levels under "eyas".
-
-Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors:
-EAGLE-3's, and mask_hidden [F].
+Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors: EAGLE-3's, and mask_hidden [F].
 """
 
 from __future__ import annotations

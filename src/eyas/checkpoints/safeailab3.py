@@ -1,18 +1,10 @@
-"""EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format.
+"""EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format
+(docs/reference/head_formats.md). Our config and our tensor names: see `_eagle3`.
 
-    config.json     a LLaMA config with draft_vocab_size, and target_hidden_size only where it is not hidden_size; num_hidden_layers, bias
-                    and architectures are not read; the layers are always 2, L//2, L-3 (inputs)
-    tensors         fc.weight, midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight, midlayer.self_attn.*_proj.weight,
-                    midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
-                    int64) and t2d (bool); mostly no embed_tokens.weight
-
-A head that needs more than this format holds (explicit layers of the target, several layers of its
-own, norms before fc, a normed state that is carried, a bias, the target's head) is written with the
-architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size
-beside them. SGLang and vLLM do not know this architecture, and the authors' code, which ignores it,
-stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
-
-Our config and our tensor names: see `_eagle3`.
+A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a
+normed state that is carried, a bias, the target's head) is written with the architecture EyasEagle3ForCausalLM, with its
+settings under "eyas" and without draft_vocab_size beside them. SGLang and vLLM do not know this architecture, and the
+authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ from _common import (
 
 import eyas
 from eyas.errors import InputError
-from eyas.metrics import Cycle
 from eyas_lab.bench.rows import speedup
 from eyas_lab.bench.run import VANILLA
 from eyas_lab.bench.tasks import Prompt
+from eyas_lab.metrics import Cycle
 
 TREES = "4/3/1,8/4/2,26/5/4"
 

@@ -147,9 +147,9 @@ FORMS = {
 }
 FILES = {
     "safeailab3": "safeailab3",
-    "specforge": "sglang",
-    "modelopt": "sglang",
-    "vllm": "vllm",
+    "specforge": "eagle3",
+    "modelopt": "eagle3",
+    "vllm": "eagle3",
     "speculators": "speculators",
 }
 

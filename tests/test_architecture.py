@@ -27,7 +27,7 @@ LAYERS = {
     **dict.fromkeys(["elsewhere", "files", "formats"], -2),
     **dict.fromkeys(["hardware", "kernels", "locks", "objectives", "threads", "timing"], -1),
     "core": 0,
-    **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "speedup", "targets", "text", "tiny"], 1),
+    **dict.fromkeys(["features", "nn", "option_texts", "losses", "passes", "targets", "text", "tiny"], 1),
     "checkpoints": 2,
     **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
     **dict.fromkeys(["blocks", "pard", "runners"], 4),

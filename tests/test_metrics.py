@@ -11,6 +11,7 @@ from eyas.core.engine import Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
+from eyas_lab import metrics as cycle_metrics
 from steps import step
 
 
@@ -57,18 +58,18 @@ def test_cycles_of_steps() -> None:
         step(1, (0, 2, 5), emitted=1, finish="stop"),  # cut at an accepted token: 5 was accepted, but not emitted
         step(0, (0,), ((-1, 0), (True, False))),
     ]
-    assert [metrics.cycle_of(s).tested for s in steps] == [1, 2, 2, 3, 1, 0]
-    cycle = metrics.cycle_of(steps[1], seconds=0.8)
+    assert [cycle_metrics.cycle_of(s).tested for s in steps] == [1, 2, 2, 3, 1, 0]
+    cycle = cycle_metrics.cycle_of(steps[1], seconds=0.8)
     assert (cycle.nodes, cycle.candidates, cycle.accepted, cycle.accepted_uncut, cycle.seconds) == (7, 5, 1, 1, 0.8)
 
 
 def test_n_alpha_by_hand() -> None:
     """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is
     no refusal."""
-    cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
-    assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
-    assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
-    assert metrics.acceptance_by_depth(cycles, 4)[3] is None
+    cycles = [cycle_metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
+    assert cycle_metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
+    assert cycle_metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
+    assert cycle_metrics.acceptance_by_depth(cycles, 4)[3] is None
 
 
 def test_only_what_was_drafted() -> None:
@@ -80,11 +81,13 @@ def test_only_what_was_drafted() -> None:
         Step(1, tuple(range(accepted + 1)), None, tuple(range(accepted + 1)), draft, row)
         for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))
     ]
-    cycles = [metrics.cycle_of(s) for s in steps]
-    assert metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
-    assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
-    unreported = metrics.Cycle(3, 2, 1.0)
-    assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
+    cycles = [cycle_metrics.cycle_of(s) for s in steps]
+    assert cycle_metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
+    assert set(cycle_metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
+    unreported = cycle_metrics.Cycle(3, 2, 1.0)
+    assert cycle_metrics.acceptance_by_depth([unreported], 2) == [None, None], (
+        "transformers does not report what it drafted"
+    )
 
 
 # --- texts ---------------------------------------------------------------------------------------------

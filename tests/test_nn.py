@@ -12,7 +12,7 @@ from torch import Tensor
 import processes
 from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
 from eyas.nn import _packed as module
-from eyas.nn._flash import flash_attention
+from eyas_train.flash import attention_of
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
@@ -64,8 +64,8 @@ def test_flash_attention_says_the_same(steps: int) -> None:
     rows = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
     q, k, v = draw(9, 4, 16), draw(13, 2, 16), draw(13, 2, 16)
     later = (draw(steps, 9, 2, 16), draw(steps, 9, 2, 16))
-    assert rows.padded is not None
-    mine, expected = flash_attention(q, k, v, later, rows.padded), packed_attention(q, k, v, rows, later)
+    mine = attention_of(rows.lengths, rows.rows_M)(q, k, v, later)
+    expected = packed_attention(q, k, v, rows, later)
     torch.testing.assert_close(mine, expected)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
     for one, other in zip(
@@ -76,7 +76,7 @@ def test_flash_attention_says_the_same(steps: int) -> None:
 
 def test_a_token_that_is_several_queries_is_left_to_blocks() -> None:
     """Guards the training of block heads, whose anchors are read by every slot of their block."""
-    assert Documents((5,)).query_rows(torch.tensor([1, 1, 3])).padded is None
+    assert Documents((5,)).query_rows(torch.tensor([1, 1, 3])).flash is None
 
 
 def test_documents() -> None:

@@ -13,7 +13,7 @@ import zoo
 from eyas import checkpoints, drafters
 from eyas.adapt import Learner, LearningLLM, Private, Settings, adapting
 from eyas.adapt.guard import BLOCK, MIN_PAIRS
-from eyas.adapt.texts import MAX_TEXT, Text, Texts, batch_of
+from eyas.adapt.recording import MAX_TEXT, Text, Texts, batch_of
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target

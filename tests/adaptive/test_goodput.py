@@ -11,13 +11,12 @@ import torch
 import zoo
 from curves import LIMIT, curve, drafted
 from eyas.adaptive.cost import Costs
-from eyas.adaptive.goodput import MEMORY, Acceptance, best
+from eyas.adaptive.goodput import MEMORY, Acceptance, best, sizes
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft
 from eyas.drafters import CycleInput, TreeSize, find
-from eyas.speedup import sizes
 
 
 def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
@@ -83,7 +82,6 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, 
     kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
     assert len(everything[0]) == 1 + shape.branch + (shape.depth - 1) * shape.branch**2
     acceptance.learn(*kept, shape, 1, everything)
-    acceptance._add_waiting()
     seen = 0
     for other in acceptance.all_sizes:
         if other.depth <= shape.depth and other.branch <= shape.branch and other.nodes <= len(everything[0]):

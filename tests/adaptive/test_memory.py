@@ -13,8 +13,7 @@ import torch
 import zoo
 from curves import LIMIT, curve
 from eyas.adaptive import AdaptiveController
-from eyas.adaptive.memory import FIRST_KEPT, KEPT_EVERY, Memory, Remembered
-from eyas.adaptive.records import CHECKED_CYCLES
+from eyas.adaptive.memory import CHECKED_CYCLES, FIRST_KEPT, KEPT_EVERY, Memory, Remembered
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from heads import make

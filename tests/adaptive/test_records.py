@@ -14,7 +14,7 @@ from curves import LIMIT, curve
 from eyas import checkpoints, tiny
 from eyas.adaptive import AdaptiveController
 from eyas.adaptive.goodput import PRIOR_CHANCE
-from eyas.adaptive.records import first_chance
+from eyas.adaptive.memory import first_chance
 from eyas.core.target import Target
 from eyas.drafters import find
 from heads import make

@@ -15,15 +15,15 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.blocks._loss import BlockTraining, choose_anchors
-from eyas.blocks._method import BlockMethod, fused_layers
-from eyas.blocks._session import BlockSession
+from eyas.blocks._method import BlockMethod, BlockSession, BlockTraining, fused_layers
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
+from eyas_train import block_loss
+from eyas_train.block_loss import choose_anchors, forward_packed
 from eyas_train.loop import TrainConfig, train
 from reference import run
 
@@ -82,20 +82,20 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
         root = torch.tensor([len(other) + len(text) - 1])
         ids_1n = torch.tensor([[text[-1]] + [drafter.block_format.mask_token] * (drafter.block_format.block - 1)])
         with torch.no_grad():
-            trained_1nD = drafter.net.forward_packed(
-                batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents
+            trained_1nD = forward_packed(
+                drafter.net, batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents
             )
         torch.testing.assert_close(hidden_nD, trained_1nD[0], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(("name", "first"), [("dflash", 1), ("dflash2", 1), ("dspark", 0)])
-def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> None:
+def test_which_token_a_slot_predicts(name: str, first: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the off-by-one between the two: a loss of the first level alone has gradients for one slot."""
     drafter = made(name, target)
     assert drafter.block_format.first_slot == first
     assert drafter.block_format.levels == 5 - first
     batch, slots = batch_of(drafter, (PROMPT,)), list[Tensor]()
-    plain = drafter.net.forward_packed
+    plain = block_loss.forward_packed
 
     def keep(*inputs: Any) -> Tensor:
         hidden_AnD = plain(*inputs)
@@ -103,7 +103,7 @@ def test_which_token_a_slot_predicts(name: str, first: int, target: Target) -> N
         slots.append(hidden_AnD)
         return hidden_AnD
 
-    drafter.net.forward_packed = keep  # type: ignore[method-assign]
+    monkeypatch.setattr(block_loss, "forward_packed", keep)
     only_last_N = torch.zeros(len(PROMPT), dtype=torch.bool)
     only_last_N[-2:] = True  # the anchor and one token behind it
     loss = drafter.loss(Batch(batch.tokens_N, batch.features_NF, only_last_N, batch.documents))
@@ -155,7 +155,7 @@ def test_the_loss_is_the_plain_formula(
 ) -> None:
     """Guards labels, weights and chunks: the loss is that of a loop over anchors and levels,
     however small the chunks are."""
-    monkeypatch.setattr("eyas.blocks._loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
+    monkeypatch.setattr("eyas_train.block_loss.CHUNK_ELEMENTS", 3 * target.vocab_size)
     counted_N = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     drafter = made(name, target, **options)
     batch, training, block_format = batch_of(drafter, (PROMPT,), counted_N), drafter.training, drafter.block_format
@@ -165,7 +165,8 @@ def test_the_loss_is_the_plain_formula(
     with torch.no_grad():
         for anchor in anchors:
             ids_1n = torch.tensor([[PROMPT[anchor]] + [block_format.mask_token] * (block_format.block - 1)])
-            hidden_nD = drafter.net.forward_packed(
+            hidden_nD = forward_packed(
+ drafter.net, 
                 batch.features_NF[:, :-D], drafter.embed(ids_1n), torch.tensor([anchor]), batch.documents
             )[0]  # fmt: skip
             values, chances = list[float](), list[float]()

@@ -103,10 +103,10 @@ EAGLE1 = [
         (LAYER, tensors(), ["safeailab3"]),
         (LAYER | {"architectures": ["Qwen3ForCausalLM"]}, tensors(), ["safeailab3"]),
         (LAYER | {"architectures": ["EyasEagle3ForCausalLM"]}, tensors(), ["safeailab3"]),
-        (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["sglang"]),
+        (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["eagle3"]),
         (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
         (LAYER, EAGLE1, ["safeailab"]),
-        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators_block"]),
+        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators"]),
         (
             LAYER | {"architectures": ["LlamaForCausalLM"]},
             ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"],

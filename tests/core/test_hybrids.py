@@ -26,8 +26,8 @@ from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
 from eyas.drafters import Drafter, DraftSession
 from eyas.errors import ModelError
-from eyas.targets.levels import Level, tree_levels
 from eyas.targets.recurrent import state_modules
+from eyas.targets.state_modules import Level, tree_levels
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, SAMPLINGS, make
 

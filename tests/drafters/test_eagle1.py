@@ -15,15 +15,13 @@ from torch import Tensor
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.checkpoints import safeailab
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft
-from eyas.drafters import _eagle1_net
-from eyas.drafters._eagle1_net import INPUTS, Net
+from eyas.drafters.eagle1 import INPUTS, Net
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import DecoderLayer
 from eyas.targets.fingerprints import fingerprint
@@ -200,7 +198,6 @@ def test_what_is_published(tmp_path: Path, target: Target) -> None:
         }
         assert "inputs" not in said
         assert ("fc.weight" in checkpoints.load(tmp_path / inputs).tensors) == (inputs in ("shifted", "unshifted"))
-    assert safeailab.INPUTS == _eagle1_net.INPUTS
 
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])

@@ -27,8 +27,7 @@ from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Batch, mtp
-from eyas.drafters._mtp_llama import llama_net
-from eyas.drafters._mtp_net import LayoutCache, _twin, load_net
+from eyas.drafters._mtp_net import LayoutCache, _twin, llama_net, load_net
 from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents, DraftKVCache
 from eyas_train import exports

@@ -12,9 +12,9 @@ from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod
 from eyas.drafters._eagle3_net import LaterLayer
 from eyas.nn import Attention, Documents, LayerShape
-from eyas.nn.fitting import attend_to_itself, copy_layer, least_squares, own_attention
 from eyas_train.data import Example
-from eyas_train.start import FitsStart, fit_start
+from eyas_train.fitting import attend_to_itself, copy_layer, least_squares, own_attention
+from eyas_train.start import fit_of, fit_start
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
 LENGTHS = (90, 120, 60)
@@ -104,12 +104,14 @@ def test_the_first_loss_is_lower(name: str, options: dict[str, object], most: fl
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=4)), drafters.find(name)
     drafter = kind.init_for_training(target, build_options(kind.Options, options), 1)
     before = loss_of(drafter, 1)
-    assert isinstance(drafter, FitsStart)
-    assert "explain" in drafter.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
+    found = fit_of(drafter)
+    assert found is not None
+    assert "explain" in found.fit(batch_of(drafter, found.layers, 0, 40))
     assert loss_of(drafter, 1) < most * before
     again = kind.init_for_training(target, build_options(kind.Options, options), 1)
-    assert isinstance(again, FitsStart)
-    again.fit_start(batch_of(drafter, drafter.start_layers, 0, 40))
+    same_fit = fit_of(again)
+    assert same_fit is not None
+    same_fit.fit(batch_of(drafter, found.layers, 0, 40))
     assert drafter.net is not None
     assert again.net is not None
     same = again.net.state_dict()

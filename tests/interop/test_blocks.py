@@ -15,8 +15,7 @@ from torch import Tensor
 import processes
 import zoo
 from eyas import checkpoints
-from eyas.blocks._method import BlockMethod
-from eyas.blocks._session import BlockSession
+from eyas.blocks._method import BlockMethod, BlockSession
 from eyas.checkpoints import ExportTarget, Weights
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options

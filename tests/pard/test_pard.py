@@ -19,8 +19,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.errors import CheckpointError
-from eyas.pard._session import Session
-from eyas.pard.method_pard import Method
+from eyas.pard.method_pard import Method, Session
 from reference import SAMPLINGS, plain_decode, run
 
 SMALL = {"tree.nodes": 9, "tree.depth": 4, "tree.branch": 3}

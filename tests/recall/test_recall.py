@@ -17,7 +17,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError
 from eyas.recall import Pool, Pools, Recalled
-from eyas.recall.pool import BYTES_PER_TOKEN, MAX_MATCH
+from eyas.recall.feature import BYTES_PER_TOKEN, MAX_MATCH
 from reference import plain_decode, run
 from simulated import FixedPolicy
 from test_lossless import make

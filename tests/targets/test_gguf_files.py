@@ -6,9 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import pre_tokenizers
@@ -21,7 +19,6 @@ from quantised_models import quiet, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
 
-BLOCK_TYPES = [kind for kind, (size, _) in gguf.GGML_QUANT_SIZES.items() if size > 1]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<|end|>", *ALPHABET, "ĠĠ", "ab"]
 
@@ -48,24 +45,6 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(gguf_files, "_convert", counted)
     return done
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.name)
-def test_pieces_are_what_the_package_computes_as_a_whole(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a block that is cut or put elsewhere: random blocks of every type, in many
-    pieces, are the package's own floats to the bit. NaN and infinity occur among the scales."""
-    size, length = gguf.GGML_QUANT_SIZES[kind]
-    monkeypatch.setattr(gguf_files, "PIECE", 3 * size)
-    data = np.random.default_rng(0).integers(0, 256, (2, 5, 4 * length), dtype=np.uint8)
-    try:
-        expected = gguf.dequantize(data, kind)
-    except NotImplementedError:
-        pytest.skip(f"the package cannot read {kind.name}")
-    with ThreadPoolExecutor(2) as pool:
-        computed = gguf_files._dequantised(gguf.dequantize, pool, data, kind)
-    assert computed.shape == expected.shape == (2, 5, 4 * size)
-    assert np.array_equal(computed.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.slow
@@ -224,14 +203,3 @@ def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
         path = tmp_path / f"{len(template)}.gguf"
         write_gguf(path, tokens=[TOKENS[0], "<|im_end|>", *TOKENS[1:]], template=template)
         assert eyas.load(path, "vanilla").eos == expected
-
-
-def test_transformers_gets_its_functions_back(file: Path) -> None:
-    """Guards other readers of the process: what is lent to transformers during a conversion is gone
-    after it, also after one that fails."""
-    usual = gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map
-    gguf_files.kept_folder(file)
-    file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(eyas.EyasError, match="cannot be loaded"):
-        gguf_files.kept_folder(file)
-    assert (gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map) == usual

@@ -56,7 +56,6 @@ class PairedTrial:
 
     @property
     def mean(self) -> float:
-        """Return the mean difference so far."""
         return sum(self.differences) / len(self.differences) if self.differences else 0.0
 
     @property
@@ -70,7 +69,6 @@ class PairedTrial:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new weights draft worse."""
         return len(self.differences) >= MIN_PAIRS and self.mean < -LIMIT * self.error
 
     @property

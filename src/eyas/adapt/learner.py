@@ -1,6 +1,6 @@
 """The learner: steps of training on texts that were just decoded, within a budget of time, and with a guard.
 
-    request ends -> its tokens and features (`texts`)
+    request ends -> its tokens and features (`recording`)
     rest()       -> a step on them with the method's own training loss, if the budget pays for it
     every few    -> the new weights draft by turns with the old ones (`guard`): kept, or gone back
     steps
@@ -34,9 +34,8 @@ from torch import Tensor
 
 from eyas import checkpoints
 from eyas.adapt.guard import NEW, PairedTrial
-from eyas.adapt.recording import Recorded, RecordingSession
+from eyas.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 from eyas.adapt.swap import check_same, head_of, prepare, put, with_net
-from eyas.adapt.texts import Texts, batch_of
 from eyas.core.drafter import Drafter
 from eyas.core.target import ModelRunner
 from eyas.drafters.tools import EagleMethod
@@ -114,7 +113,6 @@ class Learner:
         self._start(copy(method))
 
     def _start(self, head: EagleMethod) -> None:
-        """Learn from this head on."""
         self.given = self.good = self._drafting = head
         self.new: EagleMethod | None = None
         self.trial: PairedTrial | None = None
@@ -123,7 +121,6 @@ class Learner:
         self._study(head)
 
     def _study(self, head: EagleMethod) -> None:
-        """Make the copy that learns, with the weights of a head."""
         with torch.inference_mode(False):
             net = deepcopy(head.net).float().train().requires_grad_()
         self.student = with_net(head, net)
@@ -135,17 +132,17 @@ class Learner:
     # --- calls of the recorder
 
     def opened(self, session: RecordingSession) -> None:
-        """See `recording.Observer`."""
+        """Know a session, whose texts are wanted when nothing is in flight."""
         self._sessions.add(session)
 
     def begin_cycle(self) -> None:
-        """See `recording.Observer`."""
+        """Choose the weights of the cycle that begins."""
         self._began = self._now()
         if self.trial is not None and self.new is not None:
             self._draft_by(self.new if self.trial.arm == NEW else self._old)
 
     def end_cycle(self, lengths: Sequence[int]) -> None:
-        """See `recording.Observer`."""
+        """Count the tokens that each row has got in the cycle that ends."""
         ended = self._now()
         self.served += ended - self._began
         if self.trial is None or not lengths:
@@ -271,7 +268,6 @@ class Learner:
         write_text(path / RECORD, json.dumps(self.figures(), indent=2) + "\n")
 
     def figures(self) -> dict[str, Any]:
-        """Return what was done so far."""
         return {
             "steps": self.steps,
             "kept": self.kept,

@@ -30,7 +30,6 @@ class LearningLLM(LLM):
     def take_decoder(
         self, rows: int = 1, reuse: bool = False, adapter: str | None = None
     ) -> tuple[Decoder, Callable[[], None]]:
-        """See `LLM.take_decoder`."""
         decoder, give_back = super().take_decoder(rows, reuse, adapter)
 
         def rest() -> None:

@@ -1,4 +1,5 @@
-"""A drafter that shows the learner each cycle, and keeps the features of the texts that its method reads.
+"""A drafter that shows the learner each cycle, and keeps the texts that its method reads, with the target's features of
+them, in bounded memory.
 
 It stands between the engine and the method, and drafts what the method drafts:
 
@@ -13,27 +14,99 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas.adapt.texts import MAX_TEXT, Text, Texts
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.features import RowFeature
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
+from eyas.drafters import Batch
 from eyas.drafters.tools import EagleMethod
+from eyas.nn import Documents
 
-__all__ = ["Private", "Recorded"]
+__all__ = ["MAX_TEXT", "Private", "Recorded", "Text", "Texts"]
+
+MAX_TEXT = 512  # tokens of one text; of a longer one the end is kept
+MIN_COUNTED = 4  # tokens of an answer: from fewer there is nothing to learn
+
+
+@dataclass(eq=False)
+class Text:
+    """Consecutive tokens of one request, and what the target made of them."""
+
+    tokens: list[int]
+    features_TF: Tensor
+    answer: int  # index of the first token that the target wrote
+    uses: int = 0  # how many steps have read it
+
+    @property
+    def bytes(self) -> int:
+        return self.features_TF.numel() * self.features_TF.element_size()
+
+
+class Texts:
+    """The newest texts. The oldest ones leave when there are too many, and each leaves when it has been used often.
+
+    Args:
+        max_tokens, max_bytes: of all texts.
+        max_uses: steps that read a text.
+    """
+
+    def __init__(self, max_tokens: int = 16_384, max_bytes: int = 256 * 2**20, max_uses: int = 4) -> None:
+        self.max_tokens, self.max_bytes, self.max_uses = max_tokens, max_bytes, max_uses
+        self.texts: list[Text] = []  # the oldest first
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(text.bytes for text in self.texts)
+
+    def add(self, text: Text) -> None:
+        if len(text.tokens) - text.answer < MIN_COUNTED:
+            return
+        self.texts.append(text)
+        while self.texts and (self.tokens > self.max_tokens or self.bytes > self.max_bytes):
+            self.texts.pop(0)
+
+    def clear(self) -> None:
+        self.texts = []
+
+    def take(self, tokens: int) -> list[Text]:
+        """Return texts of about so many tokens for one step: those that were used least, the newest first."""
+        order = sorted(range(len(self.texts)), key=lambda i: (self.texts[i].uses, -i))
+        taken, count = list[Text](), 0
+        for i in order:
+            if count >= tokens:
+                break
+            taken.append(self.texts[i])
+            count += len(self.texts[i].tokens)
+        for text in taken:
+            text.uses += 1
+        self.texts = [text for text in self.texts if text.uses < self.max_uses]
+        return taken
+
+
+def batch_of(texts: Sequence[Text], device: torch.device) -> Batch:
+    """Return a batch in which the tokens that the target wrote count."""
+    counted = [place >= text.answer for text in texts for place in range(len(text.tokens))]
+    tokens_N = torch.tensor([token for text in texts for token in text.tokens], device=device)
+    # features were made in inference mode, in which nothing can be learnt: this is a copy
+    features_NF = torch.cat([text.features_TF for text in texts]).clone()
+    documents = Documents(tuple(len(text.tokens) for text in texts))
+    return Batch(tokens_N, features_NF, torch.tensor(counted, device=device), documents)
 
 
 class Private(RequestFeature):
     """Feature that keeps a request private: the learner gets nothing of its text."""
 
     def open(self, request: Request, target: Target) -> RowFeature:
-        """See `RequestFeature`."""
         return _PrivateRow()
 
 
@@ -41,25 +114,10 @@ class _PrivateRow(RowFeature):
     """Marks a row whose text is not kept."""
 
 
-class Observer(Protocol):
-    """Interface that the recorder calls; `learner.Learner` implements it."""
-
-    texts: Texts
-
-    def opened(self, session: RecordingSession) -> None:
-        """Know a session, whose texts are wanted when nothing is in flight."""
-
-    def begin_cycle(self) -> None:
-        """Choose the weights of the cycle that begins."""
-
-    def end_cycle(self, lengths: Sequence[int]) -> None:
-        """Count the tokens that each row has got in the cycle that ends."""
-
-
 class Recorded(Drafter):
-    """A method, with a learner that sees its cycles."""
+    """A method, with an observer of its cycles: `learner.Learner`."""
 
-    def __init__(self, drafter: EagleMethod, observer: Observer) -> None:
+    def __init__(self, drafter: EagleMethod, observer: Any) -> None:
         super().__init__(drafter.target, drafter.options)
         self.drafter, self.observer = drafter, observer
         more = [layer for layer in drafter.train_feature_layers if layer not in drafter.feature_layers]
@@ -67,25 +125,20 @@ class Recorded(Drafter):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]
-        """The method."""
         return (self.drafter,)
 
     @property
     def max_tree(self) -> TreeSize | None:
-        """See `Drafter.max_tree`."""
         return self.drafter.max_tree
 
     @property
     def samples_children(self) -> bool:
-        """See `Drafter.samples_children`."""
         return self.drafter.samples_children
 
     def open(self, rows: int) -> DraftSession:
-        """See `Drafter.open`."""
         return RecordingSession(self, rows)
 
     def describe(self) -> dict[str, Any]:
-        """See `Drafter.describe`."""
         return self.drafter.describe()
 
     def columns_of_training(self, features_TF: Tensor) -> Tensor:
@@ -143,36 +196,31 @@ class RecordingSession(DraftSession):
         self.observer.opened(self)
 
     def truncate(self, row: int, length: int) -> int:
-        """See `DraftSession.truncate`."""
         return self.session.truncate(row, length)
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """See `DraftSession.copy`."""
         return self.session.copy(source, row, length)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
-        """See `DraftSession.begin`. The row's last request has ended by now."""
+        """The row's last request has ended by now."""
         self._give(row)
         self.kept[row] = _Row(prompt=total, first=cached_tokens)
         self.session.begin(row, cached_tokens, total)
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
-        """See `DraftSession.prefill`."""
         self.session.prefill(row, tokens_T, features_TF[:, : self.width], position)
         self.kept[row].add(features_TF, position)
 
     def end(self, row: int) -> None:
-        """See `DraftSession.end`."""
         self._give(row)
         self.session.end(row)
 
     def clear(self, row: int) -> None:
-        """See `DraftSession.clear`. Nothing is learnt from a text that failed."""
+        """Nothing is learnt from a text that failed."""
         self.kept[row] = _Row()
         self.session.clear(row)
 
     def draft(self, cycle_input: CycleInput) -> Draft:
-        """See `DraftSession.draft`."""
         self.observer.begin_cycle()
         self.positions = {}
         for number, row in enumerate(self.kept):
@@ -189,7 +237,6 @@ class RecordingSession(DraftSession):
         return self.session.draft(cycle_input)
 
     def commit(self, draft: Draft, verdict: Verdict, output: TargetOutput) -> None:
-        """See `DraftSession.commit`."""
         self.session.commit(draft, verdict, replace(output, features_BNF=output.features_BNF[..., : self.width]))
         path_BPF, lengths = output.features_at(verdict.path_BP), verdict.length_B.tolist()
         for row, position in self.positions.items():

@@ -2,9 +2,10 @@
 
 cost.py         seconds of target passes and drafts on this machine, measured once and kept
 goodput.py      accepted tokens that a tree of any size is expected to yield; the size with the most tokens a second
+nodes.py        how many guesses from the text a pass verifies
 bandit.py       the way of decoding that makes most tokens a second, found at a bounded cost
-controller.py   the policy (core/dormant.py) of the Decoder, made of these three
-plug_policy.py  by which eyas.load finds it (core/sockets.py)
+memory.py       what is known about a head before it drafts here
+controller.py   the policy (core/dormant.py) of the Decoder, made of these
 """
 
 from eyas.adaptive.controller import AdaptiveController, make_controller

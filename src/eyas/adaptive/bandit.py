@@ -1,28 +1,18 @@
 """A multi-armed bandit for rates: which way of decoding makes most tokens a second, found out at a
-bounded cost.
+bounded cost. docs/design/controller.md names the papers, and compares it with other algorithms.
 
-An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its true yield m, in
-tokens a cycle and row, drifts:
+An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its true yield m, in tokens a cycle and row,
+drifts:  m[t + 1] = m[t] + Normal(0, drift)  and  tokens of a cycle = m + Normal(0, noise).  So the estimate of m is a
+Kalman filter. The seconds of a cycle are a median by kind of cycle.
 
-    m[t + 1] = m[t] + Normal(0, drift)            tokens of a cycle = m + Normal(0, noise)
-
-so the estimate of m is a Kalman filter: a cycle's tokens move the mean by variance / (variance +
-noise) of their difference, and the variance of an arm that is not played grows. (Granmo and Berg
-2010, "Solving non-stationary bandit problems by random sampling from sibling Kalman filters".) The
-seconds of a cycle are a median by kind of cycle, so a cycle that the machine held up counts for
-nothing.
-
-The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played
-(Auer, Cesa-Bianchi and Fischer 2002, UCB1), among those that can be afforded, as in "Conservative
-bandits" (Wu, Shariff, Lattimore and Szepesvari 2016). `best` is the arm with the highest mean rate.
-Playing another one is a trial. The first one waits until the share MAX_TRIAL_SHARE of the tokens so
-far makes up for what it may lose. A trial ends when its upper bound is no longer the largest, or when
-it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost x tokens is repeated only after x / MAX_TRIAL_SHARE
-tokens; each failure in a row doubles that, BACKOFF times at most. So trials of an arm cost no more
-than MAX_TRIAL_SHARE of all tokens, and a hopeless arm less.
+The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played, among those that can be
+afforded; `best` is the arm with the highest mean rate. Playing another one is a trial. The first one waits until the share
+MAX_TRIAL_SHARE of the tokens so far makes up for what it may lose. A trial ends when its upper bound is no longer the
+largest, or when it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost x tokens is repeated only after
+x / MAX_TRIAL_SHARE tokens; each failure in a row doubles that, BACKOFF times at most.
 
 Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
-docs/design/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
+This module knows no clock, no tree and no method.
 """
 
 from __future__ import annotations
@@ -81,7 +71,6 @@ class Arm:
 
     @property
     def upper(self) -> float:
-        """Upper confidence bound of the tokens."""
         return self.mean + CONFIDENCE * self.variance**0.5  # type: ignore[no-any-return]
 
     @property
@@ -90,7 +79,6 @@ class Arm:
         return self.trial_tokens - self.trial_cycles * self.mean
 
     def drift_on(self) -> None:
-        """Let the yield drift for one cycle."""
         self.variance = min(self.variance + self.drift * self.break_even**2, MAX_VARIANCE * self.break_even**2)
 
     def update(self, tokens: float, kind: Hashable) -> None:
@@ -104,7 +92,6 @@ class Arm:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
     def replace(self, mean: float, variance: float, seconds: float) -> None:
-        """Reset the arm to a new tree with these expectations."""
         self.mean, self.variance, self.prior_seconds = mean, variance, seconds
         self.kinds = {}
 
@@ -147,7 +134,6 @@ class Bandit:
         return None if seconds is None else seconds + self.arms[name].other_seconds
 
     def rate(self, name: str) -> float:
-        """Return the expected tokens a second and row."""
         seconds = self.seconds(name)
         return self.arms[name].mean / seconds if seconds else 0.0
 
@@ -188,7 +174,6 @@ class Bandit:
         return self._left <= 0 and bool(self.arms[self.baseline].kinds)
 
     def choose(self) -> None:
-        """Choose the arm of the next block of cycles, `playing`."""
         self.best = max(self.arms, key=self.rate)
         for name, arm in self.arms.items():
             arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))

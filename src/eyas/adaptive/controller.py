@@ -1,21 +1,13 @@
-"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how
-much.
-
-Two things draft. The text itself can, at next to no cost: how many of its guesses are verified is
-chosen in every cycle, for all rows together, by their chances and by what passes take (nodes.py);
-none, if none is worth its time. And the method, if it has a net or a fixed tree. A bandit
-(bandit.py) chooses between two arms, by tokens a second:
+"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how much.
+docs/design/controller.md describes it.
 
     base     plain decoding; where the method has a draft model, with guesses from the text (`fallback`)
     draft    the method; in a cycle in which guesses from the text promise more tokens a second than the method has
-             made so far, these guesses. If the method has dynamic trees, the size is the one with the highest expected
-             goodput (goodput.py), given the seconds of cycles on this machine (cost.py). So sizes need not be tried one
-             by one: the bandit learns one yield, and begins with the expected one
+             made so far, these guesses. Of dynamic trees it has the size with the highest expected goodput
 
-A method that drafts from the text alone needs no bandit. While another one drafts, its size is
-planned again at growing intervals. Now and then a larger tree is drafted, because nothing else
-shows what more levels and children would yield; this takes at most the share MAX_EXPLORE_SHARE of
-the time.
+How many guesses from the text are verified is chosen in every cycle, for all rows together (nodes.py). A bandit (bandit.py)
+chooses between the two arms, by tokens a second. While a method drafts, its size is planned again at growing intervals
+(goodput.py, cost.py), and now and then a larger tree is drafted, because nothing else shows what it would yield.
 
 Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share
 every forward. The estimates are kept from one request to the next. Decisions about methods that
@@ -28,6 +20,7 @@ Letters: S sizes of trees.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,26 +32,26 @@ from eyas.adaptive import cost
 from eyas.adaptive.bandit import MIN_NOISE, Arm, Bandit
 from eyas.adaptive.cost import Costs
 from eyas.adaptive.goodput import PRIOR_CHANCE, Acceptance, Array, Plan, best
-from eyas.adaptive.memory import Memory, Remembered
+from eyas.adaptive.memory import AcceptanceCheck, Memory, Remembered, first_chance, trained_chance
 from eyas.adaptive.nodes import NodeChoice, PassSeconds
-from eyas.adaptive.records import AcceptanceCheck, first_chance, trained_chance
 from eyas.core.dormant import Decision
 from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.requests import Step
 from eyas.drafters import find
+from eyas.targets.placement import is_tensor_parallel
 
 __all__ = ["AdaptiveController", "make_controller"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
 
 BASE, DRAFT, EXPLORE, SAMPLED = "base", "draft", "explore", "sampled children"
 TEXT_DRIFT = 2e-4  # tokens squared a cycle: how fast the yield of drafts changes with the text
 PRIOR_TOKENS = 2.0  # assumed tokens per cycle, for methods without dynamic trees
 PLAN_VARIANCE = 0.1  # tokens squared; variance of the yield that a plan predicts
-PRIOR_TRUST = (
-    0.85  # the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
-)
-REMEMBERED_VARIANCE = (
-    0.2  # tokens squared: how much the yield of the same drafts differs between the texts of processes
-)
+# the accepted tokens that are assumed of a head that never drafted, over those that its plan expects
+PRIOR_TRUST = 0.85
+# tokens squared: how much the yield of the same drafts differs between the texts of processes
+REMEMBERED_VARIANCE = 0.2
 MAX_EXPLORE_SHARE = 0.01  # the share of the time that larger trees may take beyond that of the planned ones
 CYCLES_BEFORE_EXPLORING = 8  # drafted cycles before the first larger tree
 MIN_PLAN_GAIN = 1.01  # the expected rate of a new tree over that of the current one, from which on it replaces it
@@ -121,7 +114,6 @@ class PromptReading:
             self._seconds_per_prompt_token = before + PROMPT_TIME_WEIGHT * (each - before) if before else each
 
     def add_emitted(self, tokens: float) -> None:
-        """Count tokens that were decoded."""
         keep = max(0.0, 1 - tokens / EMITTED_MEMORY)
         self._prompt_tokens *= keep
         self._emitted = self._emitted * keep + tokens
@@ -250,7 +242,6 @@ class AdaptiveController:
             self._memory.keep(self._learnt())
 
     def _learnt(self) -> Remembered:
-        """Return what the next process may begin with."""
         trees = () if self.acceptance is None else self.acceptance.sums
         drafted = {key: state.method.mean for key, state in self._states.items() if state.method.kinds}
         return Remembered(trees, tuple((dict(self._remembered.tokens) | drafted).items()))
@@ -307,8 +298,6 @@ class AdaptiveController:
         everything = None if full is None else (full.parents_BX[row].tolist(), full.value_BX[row].tolist())
         self.acceptance.learn(*tree, size, len(step.path) - 1, everything)
 
-    # --- the planned tree -------------------------------------------------------------------------------------------
-
     def _batch_state(self, rows: int) -> BatchState:
         key = rows.bit_length()
         if key not in self._states:
@@ -355,7 +344,6 @@ class AdaptiveController:
         return self._seconds[rows]
 
     def _plan(self, rows: int) -> Plan:
-        """Return the size with the most tokens a second."""
         assert self.acceptance is not None
         return best(self.acceptance.all_sizes, self.acceptance.accepted_S, self._seconds_by_size(rows))
 
@@ -365,7 +353,6 @@ class AdaptiveController:
         return Plan(size, self.acceptance(size), seconds)
 
     def _next_larger(self, size: TreeSize) -> TreeSize:
-        """Return the next larger size to explore."""
         assert self.acceptance is not None
         assert self.max_tree is not None
         wanted = TreeSize(size.nodes + 4, size.depth + 2, size.branch + 2).within(self.max_tree)
@@ -388,7 +375,8 @@ def _nodes(steps: Sequence[Step], padded: bool = False) -> int:
 
 
 def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = False) -> AdaptiveController | None:
-    """Return the controller of a method; None for plain decoding, where there is nothing to decide.
+    """Return the controller of a method; None for plain decoding, where there is nothing to decide, and where the
+    processes of a target would decide differently.
 
     Args:
         fallback: whether another method may draft where this one does not pay. A method without a
@@ -398,8 +386,11 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
     """
     if method_name(drafter) == "vanilla":
         return None
-    doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
     target = drafter.target
+    if is_tensor_parallel(target.model):
+        log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
+        return None
+    doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
     other = None if drafter.model_free or not fallback else find(FALLBACK_METHOD).load(None, target)
     return AdaptiveController(
         lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0],

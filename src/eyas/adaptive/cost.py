@@ -3,15 +3,11 @@
     cycle(nodes, depth, branch)  =  verify(nodes)  +  first(branch) + (depth - 1) * deeper(branch)  +  rest
 
 Between measured points costs are linear. With several rows, a pass has as many nodes as all rows
-together. Passes are measured up to a size from which on each further node takes its time. Where
-trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
-alone. Costs serve as ratios: the controller scales them by what cycles really take, so another
-context or a slower clock does no harm.
+together. Where trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
+alone. Costs serve as ratios: the controller scales them by what cycles really take.
 
-Measuring takes a few seconds, on first use. The result is kept in the user's cache folder for this
-target, method, size of head, dtype, device, number of threads, runner and versions; if the file is
-broken or has another key, the costs are measured again. A measurement knows how busy the machine
-was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and
+Measuring takes a few seconds, on first use, and is kept in the user's cache folder. A measurement knows how busy the
+machine was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and
 `eyas bench` does not use it at all: two methods that are compared need like trees.
 
 This module knows nothing about acceptance.
@@ -30,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -44,9 +40,11 @@ from eyas.hardware import cpu_name, load_per_core, versions
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
-__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "cost_key", "cost_path", "load_costs", "measure"]
+__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "KeptFile", "cost_key", "cost_path", "load_costs", "measure"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
+
+Value = TypeVar("Value")
 
 FORMAT = 5  # version of the file format; files of another version are not read
 PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
@@ -82,7 +80,6 @@ class Costs:
 
     @property
     def quality(self) -> str:
-        """The quality in words."""
         text = f"load {self.load:.2f} a core, repeated timings within {self.spread:.0%}"
         return f"doubtful: {text}" if self.doubtful else text
 
@@ -91,11 +88,9 @@ class Costs:
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
-        """Return the seconds of a cycle without a draft."""
         return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
-        """Return the seconds of a draft."""
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
@@ -103,35 +98,24 @@ class Costs:
         """Return the seconds of a cycle with a tree of this size in each row; None stands for a tree that does not
         grow."""
         size = size or TreeSize(self.own_nodes, 1, 1)
-        return (
-            _interpolate(self.nodes, self.verify, size.nodes * rows)
-            + self.draft(size.depth, size.branch, rows)
-            + self.rest
-        )
+        verified = _interpolate(self.nodes, self.verify, size.nodes * rows)
+        return verified + self.draft(size.depth, size.branch, rows) + self.rest
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Costs:
         """Return the costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
         anything else."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-        }
-        costs = cls(**values)
+        costs = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
         numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
-        if (
-            not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers)
-            or not costs.verify
-            or min(costs.verify) <= 0
-        ):
-            raise ValueError("not all times are positive numbers")
-        if [len(costs.nodes), len(costs.branches)] != [len(costs.verify), len(costs.deeper)] or len(costs.first) != len(
-            costs.deeper
-        ):
-            raise ValueError("times are missing")
         counts = (*costs.nodes, *costs.branches, costs.own_nodes)
-        if not all(isinstance(n, int) and n > 0 for n in counts) or not costs.branches:
-            raise ValueError("sizes are missing")
+        are_numbers = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(costs.verify) > 0
+        are_counts = all(isinstance(n, int) and n > 0 for n in counts)
+        same = (
+            len(costs.nodes) == len(costs.verify) and len(costs.branches) == len(costs.first) == len(costs.deeper) > 0
+        )
+        if not (are_numbers and are_counts and same):
+            raise ValueError("times or sizes are missing, or are not positive numbers")
         return costs
 
 
@@ -143,9 +127,6 @@ def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
     i = next((i for i in range(1, len(at)) if x <= at[i]), len(at) - 1)
     slope = (values[i] - values[i - 1]) / (at[i] - at[i - 1])
     return values[i] + (max(0.0, slope) if x > at[i] else slope) * (x - at[i])
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------------------------
 
 
 class _Alternating(Policy):
@@ -180,10 +161,8 @@ def _cycles(drafter: Drafter, size: TreeSize | None, context: int) -> tuple[list
 def _recorded_draft_cost(drafter: Drafter, size: TreeSize, nodes: Sequence[int], verify: Sequence[float]) -> float:
     """Return the seconds of a draft that is recorded together with the rest of its cycle: the cycle's seconds less the
     seconds of its pass."""
-    _, drafted = _cycles(drafter, size, CONTEXT)
-    return max(
-        0.0, median(s.seconds - _interpolate(nodes, verify, s.draft.tree.nodes) for s in drafted if s.draft is not None)
-    )
+    steps = [(step, step.draft) for step in _cycles(drafter, size, CONTEXT)[1] if step.draft is not None]
+    return max(0.0, median(step.seconds - _interpolate(nodes, verify, draft.tree.nodes) for step, draft in steps))
 
 
 def _overheads(drafter: Drafter, costs: Costs, size: TreeSize) -> tuple[float, float]:
@@ -204,7 +183,6 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure(drafter: Drafter) -> Costs:
-    """Measure the costs of a method."""
     limit, target = drafter.max_tree, drafter.target
     load, now = load_per_core(), time.time()
     measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
@@ -240,11 +218,7 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
     return replace(costs, own_nodes=own_nodes, first=(first,), plain_rest=rest)
 
 
-# --- keeping measurements ----------------------------------------------------------------------------------------------
-
-
 def cost_key(drafter: Drafter) -> dict[str, Any]:
-    """Return everything that costs depend on."""
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,
@@ -265,10 +239,36 @@ def cost_key(drafter: Drafter) -> dict[str, Any]:
     }
 
 
+class KeptFile:
+    """A JSON file in the user's cache folder that holds a value, and the key that the value belongs to."""
+
+    def __init__(self, path: Path, key: dict[str, Any]) -> None:
+        self.path, self.key = path, key
+
+    @classmethod
+    def for_key(cls, kind: str, key: dict[str, Any]) -> Self:
+        """Return the file of this kind for a key."""
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(user_cache() / f"{kind}-{name}.json", key)
+
+    def load(self, name: str, parse: Callable[[dict[str, Any]], Value]) -> Value | None:
+        """Return the value; None if the file is missing, damaged, or belongs to another key."""
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            content = parse_json(self.path.read_bytes())
+            return parse(content[name]) if content["key"] == self.key else None
+        return None
+
+    def store(self, name: str, value: object) -> None:
+        """Write the value. Where that is not possible, nothing is kept."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomically(self.path) as stream:
+                stream.write((json.dumps({"key": self.key, name: value}) + "\n").encode())
+
+
 def cost_path(key: dict[str, Any]) -> Path:
     """Return the file that keeps the costs of this key."""
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return user_cache() / f"tune-{name}.json"
+    return KeptFile.for_key("tune", key).path
 
 
 def load_costs(
@@ -288,34 +288,17 @@ def load_costs(
             warning says so where the new one is doubtful too.
         now: seconds since the epoch.
     """
-    key = cost_key(drafter)
-    path = cost_path(key)
-    kept = None if force else _read(path, key)
+    file = KeptFile.for_key("tune", cost_key(drafter))
+    kept = None if force else file.load("costs", Costs.from_json)
     if kept is not None and not kept.expired(now(), doubtful_seconds):
         return kept, True
-    why = "" if kept is None else " again: the machine was busy when they were measured before"
-    log.info(
-        "measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)",
-        method_name(drafter),
-        why,
-    )
+    name, why = method_name(drafter), ""
+    if kept is not None:
+        why = " again: the machine was busy when they were measured before"
+    log.info("measuring passes and drafts of %s, which takes some seconds%s (--tree fixed goes without)", name, why)
     costs = make(drafter)
     if costs.doubtful and doubtful_seconds <= 0:
-        log.warning(
-            "the costs of %s are %s; its trees may differ from a quiet machine's: repeat on one, or compare with --tree fixed",
-            method_name(drafter),
-            costs.quality,
-        )
-    with suppress(OSError):  # without a cache folder they are measured again the next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as stream:
-            stream.write((json.dumps({"key": key, "costs": asdict(costs)}) + "\n").encode())
+        advice = "its trees may differ from a quiet machine's: repeat on one, or compare with --tree fixed"
+        log.warning("the costs of %s are %s; %s", name, costs.quality, advice)
+    file.store("costs", asdict(costs))
     return costs, False
-
-
-def _read(path: Path, key: dict[str, Any]) -> Costs | None:
-    """Return the costs in the file; None if it is missing, damaged, or belongs to another key."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        content = parse_json(path.read_bytes())
-        return Costs.from_json(content["costs"]) if content["key"] == key else None
-    return None

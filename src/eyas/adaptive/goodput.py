@@ -31,15 +31,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eyas.core.drafter import TreeSize
-from eyas.speedup import sizes
 
-__all__ = ["PRIOR_CHANCE", "Acceptance", "Array", "Plan", "best"]
+__all__ = ["PRIOR_CHANCE", "Acceptance", "Array", "Plan", "best", "sizes"]
 
 MEMORY = 64  # number of trees in an average; the weight of earlier ones decays exponentially
 REMEMBERED = 16  # number of trees that those of earlier processes count for
 PRIOR = 3  # weight of the assumed tree, in trees
 PRIOR_CHANCE = 0.7  # confidence of the first child in the assumed tree
 PRIOR_RATIO = 0.2  # confidence of each further child over that of the child before it
+GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
+BRANCHES = (1, 2, 3, 4, 6, 8, 10)  # branches that are compared
 
 Array = np.ndarray[Any, Any]
 
@@ -53,18 +54,23 @@ class Plan(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Goodput: expected tokens per second of one row."""
         return (1 + self.accepted) / self.seconds
 
 
-class _Tree(NamedTuple):
-    """The arguments of `Acceptance.learn`."""
-
-    parents: Sequence[int]
-    values: Sequence[float]
-    size: TreeSize
-    accepted: int
-    drafted: tuple[Sequence[int], Sequence[float]] | None
+@cache
+def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
+    """Return the sizes that are compared: those within `limit` whose trees can reach their depth and their
+    number of nodes."""
+    nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
+    branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
+    reachable = {
+        TreeSize(n, d, b)
+        for n in nodes
+        for d in range(1, limit.depth + 1)
+        for b in branches
+        if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
+    }
+    return tuple(sorted(reachable)) or (TreeSize(1, 1, 1),)
 
 
 def best(all_sizes: Sequence[TreeSize], accepted_S: Array, seconds_S: Array) -> Plan:
@@ -102,7 +108,6 @@ class Acceptance:
         self._assumed_ADGE = self._mean_ADGE.copy()
         self._count_ADG[:], self._mean_ADGE[:] = 0.0, 0.0
         self._accepted_S: Array | None = None  # the estimates; None: a tree was added since they were computed
-        self._waiting: list[_Tree] = []  # trees that the estimates do not contain yet
         self._nearest = cache(self._find_nearest)
         # decaying sums over the trees, by depth: number of trees, depth accepted or not, predicted,
         # predicted by the assumed tree
@@ -115,8 +120,6 @@ class Acceptance:
     def accepted_S(self) -> Array:
         """Expected accepted draft tokens of a cycle with each of `all_sizes`. A larger tree never
         yields less than a smaller one."""
-        if self._waiting:
-            self._add_waiting()
         if self._accepted_S is None:
             self._accepted_S = self._expected()
         return self._accepted_S
@@ -149,7 +152,6 @@ class Acceptance:
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
         """What the trees so far have shown, by depth, for `begin_with`."""
-        self._add_waiting()
         return tuple(tuple(row) for row in self._sums_4E.tolist())
 
     def begin_with(self, sums: Sequence[Sequence[float]]) -> bool:
@@ -171,9 +173,6 @@ class Acceptance:
     ) -> None:  # fmt: skip
         """Add a tree that was drafted and verified.
 
-        Trees are collected and added together when an estimate is read: that is faster than one by
-        one between cycles, when the code has left the processor's caches.
-
         Args:
             parents: parent of each node; -1 for the root; a parent comes before its children.
             values: log of the value of each node; 0 for the root.
@@ -182,20 +181,9 @@ class Acceptance:
             drafted: parents and values of all nodes that the tree was selected from; None if the tree
                 has all of them.
         """
-        self._waiting.append(_Tree(parents, values, size.within(self.limit), accepted, drafted))
-        if len(self._waiting) == MEMORY:
-            self._add_waiting()
-
-    def _add_waiting(self) -> None:
-        for tree in self._waiting:
-            self._learn(tree)
-        self._waiting, self._accepted_S = [], None
-
-    def _learn(self, tree: _Tree) -> None:
-        parents, values, size, accepted, drafted = tree
-        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=self.limit.depth + 1)[
-            1 : self.limit.depth + 1
-        ]
+        size, self._accepted_S = size.within(self.limit), None
+        levels = self.limit.depth + 1
+        predicted_E = np.bincount(_depths(parents), np.exp(values), minlength=levels)[1:levels]
         assumed_E = self._assumed_ADGE[self._cell(self._nearest(size))]
         new_4E = np.array([np.ones(self.limit.depth), self._levels_E <= accepted, predicted_E, assumed_E])
         self._sums_4E[:, : size.depth] *= 1 - 1 / MEMORY

@@ -1,25 +1,32 @@
-"""Keeps how a head's drafts were accepted, and how many tokens they brought, from one process to the next: a small file
-in the user's cache folder for each target, head, format and machine.
+"""What is known about a head before it drafts here, and kept for the next process.
 
-Without it, each process finds out again in its first hundreds of cycles whether drafts pay and which trees do. A file that
-is missing, damaged or of another key counts for nothing.
+`Memory` is a small file in the user's cache folder for each target, head, format and machine: how the head's drafts were
+accepted, and how many tokens they brought. Without it, each process finds out again in its first hundreds of cycles
+whether drafts pay and which trees do. `trained_chance` reads how often drafts were accepted in the head's training: the
+controller begins with this share, and says so where much fewer are accepted. A file that is missing, damaged or of
+another key counts for nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.adaptive.cost import cost_key
+from eyas.adaptive.cost import KeptFile, cost_key
+from eyas.adaptive.goodput import PRIOR_CHANCE
 from eyas.core.drafter import Drafter
-from eyas.files import parse_json, user_cache, write_atomically
+from eyas.core.requests import Step
+from eyas.errors import InputError
+from eyas.files import parse_json
 
-__all__ = ["Memory", "Remembered"]
+__all__ = ["AcceptanceCheck", "Memory", "Remembered", "first_chance", "trained_chance"]
+
 
 FORMAT = 1  # files of another version are not read
 FIRST_KEPT, KEPT_EVERY = 64, 1024  # cycles until the file is first written; from then on twice as many, at most so many
@@ -30,9 +37,8 @@ class Remembered:
     """What a controller knew when it last wrote."""
 
     trees: tuple[tuple[float, ...], ...] = ()  # `Acceptance.sums`; empty: the method grows no trees
-    tokens: tuple[
-        tuple[int, float], ...
-    ] = ()  # range of numbers of rows; tokens of a cycle and row in which the method drafted
+    # range of numbers of rows; tokens of a cycle and row in which the method drafted
+    tokens: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Remembered:
@@ -46,26 +52,21 @@ class Remembered:
         return cls(trees, tokens)
 
 
-class Memory:
+class Memory(KeptFile):
     """The file of one drafter."""
 
     def __init__(self, path: Path, key: dict[str, Any]) -> None:
-        self.path, self.key = path, key
+        super().__init__(path, key)
         self._cycles, self._due = 0, FIRST_KEPT
 
     @classmethod
     def of(cls, drafter: Drafter) -> Memory:
         """Return the file for this target, head, format and machine."""
-        key = cost_key(drafter) | {"memory": FORMAT, "weights": _digest(drafter)}
-        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        return cls(user_cache() / f"paid-{name}.json", key)
+        return cls.for_key("paid", cost_key(drafter) | {"memory": FORMAT, "weights": _digest(drafter)})
 
     def read(self) -> Remembered | None:
         """Return what was kept; None without a file that can be used."""
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            content = parse_json(self.path.read_bytes())
-            return Remembered.from_json(content["remembered"]) if content["key"] == self.key else None
-        return None
+        return self.load("remembered", Remembered.from_json)
 
     def is_due(self) -> bool:
         """Count one more cycle; return whether it is time to write."""
@@ -76,14 +77,67 @@ class Memory:
         return True
 
     def keep(self, remembered: Remembered) -> None:
-        """Write the file. Where that is not possible, the next process begins anew."""
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with write_atomically(self.path) as stream:
-                stream.write((json.dumps({"key": self.key, "remembered": asdict(remembered)}) + "\n").encode())
+        """Write the file."""
+        self.store("remembered", asdict(remembered))
 
 
 def _digest(drafter: Drafter) -> str:
     """Identify the weights of a head by the first numbers of each tensor."""
     first = [] if drafter.net is None else [p.detach().flatten()[:8].tolist() for p in drafter.net.parameters()]
     return hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16]
+
+
+log = logging.getLogger(__name__)  # the command line shows its messages
+
+CHECKED_CYCLES = 200  # drafted cycles after which the head is judged, once
+MIN_SHARE = 0.5  # of what its training measured
+
+
+def first_chance(drafter: Drafter) -> float:
+    """Return `trained_chance` for a plan: PRIOR_CHANCE where it is unknown, and neither 0 nor 1."""
+    chance = trained_chance(drafter)
+    return PRIOR_CHANCE if chance is None else min(0.98, max(0.02, chance))  # on few texts it may be 0 or 1
+
+
+def trained_chance(drafter: Drafter) -> float | None:
+    """Return the share of first draft tokens that the target accepted on held-out texts, by the `training.json` in the
+    head's folder; None if there is none, or it does not say."""
+    source = getattr(drafter, "source", None)
+    if source is None:
+        return None
+    try:
+        record = parse_json((Path(source).expanduser() / "training.json").read_bytes())
+        return float(record["heldout"]["0-alpha"])
+    except (OSError, InputError, LookupError, TypeError, ValueError):
+        return None
+
+
+class AcceptanceCheck:
+    """Warns once of a head that accepts less than half of what its training measured: it is another model's, or
+    something that it reads has changed.
+
+    Args:
+        trained: the share of first draft tokens that were accepted in training, along a chain; None: nothing is checked.
+    """
+
+    def __init__(self, trained: float | None) -> None:
+        self.trained = trained
+        self._cycles = self._accepted = 0
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        """Count a cycle of greedy rows in which the head drafted, or guesses from the text that promised more. A tree has
+        the chain's first draft token among others, so its first level is accepted at least as often."""
+        if self.trained is None or self._cycles >= CHECKED_CYCLES:
+            return
+        self._cycles += len(steps)
+        self._accepted += sum(len(step.path) > 1 for step in steps)
+        if self._cycles < CHECKED_CYCLES:
+            return
+        share = self._accepted / self._cycles
+        if share < MIN_SHARE * self.trained:
+            log.warning(
+                "the target accepts %.0f %% of the head's first drafts here, and accepted %.0f %% in its training: look at whether it was "
+                "trained for this model, chat template and language",
+                100 * share,
+                100 * self.trained,
+            )

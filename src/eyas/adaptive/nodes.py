@@ -61,7 +61,6 @@ class PassSeconds:
         self._choices = dict[tuple[int, bool, float], NodeChoice]()  # made since the last correction
 
     def __call__(self, tokens_K: Array) -> Array:
-        """Return the seconds of passes over these numbers of tokens."""
         seconds_K: Array = np.interp(tokens_K, self._tokens_G, self._seconds_G)
         return seconds_K
 
@@ -124,7 +123,6 @@ class NodeChoice:
         self._break_even: list[float] = break_even_K.tolist()
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """See `NodeChooser`."""
         if self.padded:
             accepted = [sum(sum(row[:count]) for row in chances) for count in PADDED]
             count = PADDED[self._best(accepted)]

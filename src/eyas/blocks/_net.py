@@ -19,25 +19,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.core.cache import LayerCache
 from eyas.errors import OptionError
-from eyas.nn import Attention, Documents, KeysValues, LayerShape, RMSNorm, SwiGLU, grouped_attention, packed_attention
+from eyas.nn import Attention, LayerShape, RMSNorm, SwiGLU, grouped_attention
 
-__all__ = ["BlockFormat", "BlockNet", "Extras", "KeyValueStore", "Selector"]
-
-
-class KeyValueStore(Protocol):
-    """The keys and values of one layer in a cache."""
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> KeysValues:
-        """Store keys and values [R, K, T, h] in the slots of this forward; return the keys and values of all
-        slots [R, K, W, h]."""
-        ...
+__all__ = ["BlockFormat", "BlockNet", "Extras", "Selector"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class BlockAttention(Attention):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(replace(shape, qk_norm=True))
 
-    def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: KeyValueStore, mask_R1nW: Tensor) -> Tensor:
+    def attend_cached(self, x_RnD: Tensor, position_Rn: Tensor, store: LayerCache, mask_R1nW: Tensor) -> Tensor:
         """Return the attention of the blocks to the slots that the mask shows, after their own keys and values are
         stored."""
         k_RnKh, v_RnKh = self.rotated_key_value(x_RnD, position_Rn)
@@ -136,7 +127,6 @@ class Convolution(nn.Module):
         return self._convolved(x_RnD, weights_Rn2KD[:, :, 0]), weights_Rn2KD[:, :, 1]
 
     def after(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
-        """Return the part's output, convolved."""
         return self._convolved(x_RnD, weights_RnKD)
 
     def _convolved(self, x_RnD: Tensor, weights_RnKD: Tensor) -> Tensor:
@@ -229,53 +219,26 @@ class BlockNet(nn.Module):
 
     @property
     def typed_layers(self) -> list[BlockLayer]:
-        """The layers, for the type checker."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:
         """Return what all layers make keys and values of, [..., D], for the target's features [..., F]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
-    def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[KeyValueStore]) -> None:
+    def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[LayerCache]) -> None:
         """Store the keys and values of committed tokens in every layer."""
         for layer, store in zip(self.typed_layers, stores, strict=True):
             k_RTKh, v_RTKh = layer.attention.rotated_key_value(context_RTD, position_RT)
             store.update(k_RTKh.transpose(1, 2), v_RTKh.transpose(1, 2))
 
     def forward(
-        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[KeyValueStore], masks_R1nW: Sequence[Tensor]
+        self, hidden_RnD: Tensor, position_Rn: Tensor, stores: Sequence[LayerCache], masks_R1nW: Sequence[Tensor]
     ) -> Tensor:
         """Return the normed hidden [R, n, D] of the slots, from the embeddings of the blocks and each layer's mask."""
         for layer, store, mask_R1nW in zip(self.typed_layers, stores, masks_R1nW, strict=True):
             attend = partial(layer.attention.attend_cached, position_Rn=position_Rn, store=store, mask_R1nW=mask_R1nW)
             hidden_RnD = layer(hidden_RnD, attend)
         return self.norm(hidden_RnD)  # type: ignore[no-any-return]
-
-    def forward_packed(self, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents) -> Tensor:
-        """Return, for the training of nets without windows, the normed hidden [A, n, D] of blocks that begin at these
-        tokens of a packed sequence.
-
-        Args:
-            hidden_AnD: embeddings of the blocks.
-            anchor_A: int64, ascending; none is the first token of its document. A block sees the
-                tokens before its anchor.
-        """
-        (A, n, _), device = hidden_AnD.shape, features_NF.device
-        position_N, context_ND = documents.position_N(device), self.context(features_NF)
-        position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
-        queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
-
-        def attend(attention: BlockAttention, x_AnD: Tensor) -> Tensor:
-            x_MD = x_AnD.flatten(0, 1)
-            keys_MKh, values_MKh = attention.rotated_key_value(x_MD, position_M)
-            block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
-            keys_NKh, values_NKh = attention.rotated_key_value(context_ND, position_N)
-            out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
-            return attention.o(out_MHh.flatten(1)).unflatten(0, (A, n))  # type: ignore[no-any-return]
-
-        for layer in self.typed_layers:
-            hidden_AnD = layer(hidden_AnD, partial(attend, layer.attention))
-        return self.norm(hidden_AnD)  # type: ignore[no-any-return]
 
     def accepted(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Return the logit [...] of the expected rate of acceptance, from the hidden of a slot and the token before
@@ -285,9 +248,3 @@ class BlockNet(nn.Module):
             assert self.markov is not None
             hidden = torch.cat([hidden, self.markov.before(before).to(hidden.dtype)], dim=-1)
         return self.confidence(hidden)[..., 0]  # type: ignore[no-any-return]
-
-
-def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
-    """Return [n, M, K, h]: for each slot, the tensors of all n slots of its block."""
-    x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
-    return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)

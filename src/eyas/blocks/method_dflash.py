@@ -10,8 +10,7 @@ other's hidden states, though. The tree is grown level by level by EAGLE-2's rul
 these distributions, without a further pass. It is deterministic: at any temperature the tokens are
 those of plain decoding with the same seed.
 
-`_net.py` has the net, `_session.py` the session, `_loss.py` the loss, and `_method.py` the
-common part with DSpark.
+`_net.py` has the net, `_method.py` the session and the common part with DSpark.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from eyas.blocks._loss import BlockTraining
-from eyas.blocks._method import BlockMethod, NewBlockHead
+from eyas.blocks._method import BlockMethod, BlockTraining, NewBlockHead
 from eyas.core.options import TRAINING
 from eyas.drafters.tools import DynamicTree, check_choice, check_number, check_whole
 

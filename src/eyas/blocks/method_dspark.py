@@ -8,7 +8,7 @@ drafts n levels. The Markov head adds a matrix of low rank over pairs of tokens,
 children of a node fit that node, at no further pass. The confidence head estimates at each node the
 share of q that the target would accept; `--min-confidence` lets nodes below that estimate have no children.
 
-Trees, sessions and training are DFlash's: `_method.py`, `_session.py`, `_loss.py`.
+Trees, sessions and training are DFlash's: `_method.py`, `eyas_train.block_loss`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from eyas.blocks._loss import BlockTraining
-from eyas.blocks._method import BlockMethod, NewBlockHead
+from eyas.blocks._method import BlockMethod, BlockTraining, NewBlockHead
 from eyas.blocks._net import BlockNet, Extras
 from eyas.blocks.method_dflash import TrainBlocks
 from eyas.core.options import NEW_HEADS, TRAINING

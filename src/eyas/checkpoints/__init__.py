@@ -9,6 +9,4 @@ formats. This package knows no network and no model: a drafter checks names and 
 
 from eyas.checkpoints._weights import ExportTarget, Format, Weights, expect, load, save
 
-__all__ = [
-    "ExportTarget", "Format", "Weights", "expect", "load", "save",
-]  # fmt: skip
+__all__ = ["ExportTarget", "Format", "Weights", "expect", "load", "save"]

@@ -42,20 +42,30 @@ queries and keys are put into LLaMA's order when they are read, which leaves all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from eyas.checkpoints._eagle3 import architecture
-from eyas.checkpoints._llama import Shape, count, flag, in_halves, layer_names, number, read_layer, read_rope
+from eyas.checkpoints._llama import (
+    Shape,
+    are_rising,
+    count,
+    flag,
+    in_halves,
+    layer_names,
+    number,
+    read_layer,
+    read_rope,
+)
 from eyas.checkpoints._weights import differences, refuse_dtypes
 from eyas.core.params import is_whole
 from eyas.errors import CheckpointError, first_line
 
 __all__ = [
-    "CLASSES", "DFLASH", "DFLASH2", "DSPARK", "SECOND_PARTS", "SLIDING", "attention_kinds", "block_names", "block_shapes",
-    "is_block_head", "mask_token", "read_common", "read_tensors", "refuse",
+    "CLASSES", "DFLASH", "DFLASH2", "DSPARK", "SECOND_PARTS", "SLIDING", "attention_kinds", "base", "block_names",
+    "block_shapes", "dspark_parts", "is_block_head", "read_common", "read_tensors", "refuse",
 ]  # fmt: skip
 
 DFLASH, DFLASH2, DSPARK, LFM2 = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel"
@@ -91,15 +101,8 @@ def is_block_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "speculators_model_type" not in config and (architecture(config) in CLASSES or has_tensors)
 
 
-# --- reading -----------------------------------------------------------------------------------------
-
-
 def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our config of the part that both formats share.
-
-    Args:
-        inner: `dflash_config`; its entries have precedence over the same keys of `config`.
-    """
+    """Return our config of the part that both formats share."""
     merged = {**config, **inner}
     refuse(merged)
     if merged.get("draft_vocab_size") not in (None, merged.get("vocab_size")):
@@ -107,23 +110,14 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
             f"config.json has draft_vocab_size {merged['draft_vocab_size']!r}; heads of this form draft the target's whole vocabulary"
         )
     ids = merged.get("target_layer_ids")
-    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= -1 for i in ids)
-    if not are_ids or not ids or ids != sorted(set(ids)):
+    if not are_rising(ids, -1):
         raise CheckpointError(
             f"config.json has target_layer_ids {ids!r}; they must be whole numbers from -1 on, each above the one before"
         )
     ours = {
-        **read_layer(config),
-        **read_rope(config),
-        "qkv_bias": False,
-        "layers": count(config, "num_hidden_layers"),
-        "feature_layers": tuple(i + 1 for i in ids),
+        **base(config, merged, [i + 1 for i in ids]),
         "target_layers": None if merged.get("num_target_layers") is None else count(merged, "num_target_layers"),
-        "block": count(merged, "block_size"),
-        "mask_token": mask_token(merged),
         "from_anchor": _from_anchor(merged),
-        "markov_rank": 0,
-        "confidence": "none",
         "draft_vocab": 0,
         **attention_kinds(merged),
         "anchored": False,
@@ -135,16 +129,45 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
+def base(layer: Mapping[str, Any], settings: Mapping[str, Any], feature_layers: Sequence[int]) -> dict[str, Any]:
+    """Return the part of our config that all forms say alike, in the config of the layers and in their settings."""
+    return {
+        **read_layer(layer),
+        **read_rope(layer),
+        "qkv_bias": False,
+        "layers": count(layer, "num_hidden_layers"),
+        "feature_layers": tuple(feature_layers),
+        "target_layers": None,
+        "block": count(settings, "block_size"),
+        "mask_token": _mask_token(settings),
+        "markov_rank": 0,
+        "confidence": "none",
+    }
+
+
+def dspark_parts(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `markov_rank` and `confidence`; `defaults`: what the form means by keys that are absent."""
+    told = {**defaults, **config}
+    rank = told["markov_rank"]
+    if not is_whole(rank) or not 0 <= rank < 2**31:
+        raise CheckpointError(f"config.json has markov_rank {rank!r}; it must be a whole number, 0 or more")
+    if rank and told.get("markov_head_type") != "vanilla":
+        raise CheckpointError(
+            f"config.json has markov_head_type {told.get('markov_head_type')!r}; those of type 'vanilla' are read"
+        )
+    confident, with_markov = (
+        flag(told, key, defaults[key]) for key in ("enable_confidence_head", "confidence_head_with_markov")
+    )
+    if confident and with_markov and not rank:
+        raise CheckpointError("config.json has a confidence head that reads the Markov head, and markov_rank 0")
+    return {"markov_rank": rank, "confidence": ("hidden+markov" if with_markov else "hidden") if confident else "none"}
+
+
 def read_tensors(
     ours: Mapping[str, Any], tensors: Mapping[str, Tensor], tables: bool, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return our tensors. Raise CheckpointError for a name that is missing or unknown, a wrong shape, and quantised
-    weights.
-
-    Args:
-        tables: whether the format has embeddings and an lm_head, which may be absent.
-        config: the published config of the layers.
-    """
+    weights."""
     names, our_shapes = block_names(ours, tables), block_shapes(ours, tables)
     may_miss = ("embed.weight",) if ours.get("draft_vocab") else ("embed.weight", "head.weight")
     optional = [name for name, our_name in names.items() if our_name in may_miss]
@@ -261,11 +284,8 @@ def attention_kinds(merged: Mapping[str, Any]) -> dict[str, Any]:
     told = "causal" if merged.get("is_causal") is None else "is_causal"
     causal = slides if merged.get(told) is None else [flag(merged, told, False)] * layers
     window = None if resolved.sliding_window is None else count(vars(resolved), "sliding_window")
-    of_layers = {
-        "windows": tuple(window if slid else None for slid in slides),
-        "causal": tuple(causal),
-    }
-    return {name: values if any(values) else () for name, values in of_layers.items()}
+    windows = tuple(window if slid else None for slid in slides)
+    return {"windows": windows if any(windows) else (), "causal": tuple(causal) if any(causal) else ()}
 
 
 def _scales(merged: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,8 +328,7 @@ def refuse(merged: Mapping[str, Any]) -> None:
         )
 
 
-def mask_token(config: Mapping[str, Any]) -> int:
-    """Return the token of a mask."""
+def _mask_token(config: Mapping[str, Any]) -> int:
     value = config.get("mask_token_id")
     if not is_whole(value) or not 0 <= value < 2**31:
         raise CheckpointError(f"config.json has mask_token_id {value!r}; it must be the id of a token")

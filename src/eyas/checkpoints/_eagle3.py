@@ -47,6 +47,7 @@ from torch import Tensor
 
 from eyas.checkpoints._llama import (
     Shape,
+    are_rising,
     count,
     flag,
     in_halves,
@@ -55,15 +56,15 @@ from eyas.checkpoints._llama import (
     mapping,
     read_layer,
     read_rope,
+    write_layer,
 )
 from eyas.checkpoints._weights import differences, refuse_dtypes
-from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
     "CARRIES", "DEEPSPEC", "IDS", "MASK", "NAME_THE_FORM", "SGLANG", "VLLM", "architecture", "assemble", "check_dtypes",
-    "choice", "complete", "draft_ids", "is_eagle3", "is_parallel", "layer_ids", "names_of", "read_flat", "refuse", "shapes",
-    "sliding_window",
+    "choice", "draft_ids", "dtype_of", "is_eagle3", "is_parallel", "layer_config", "layer_ids", "publish_tensors",
+    "read_flat", "refuse", "sliding_window",
 ]  # fmt: skip
 
 SGLANG, VLLM, DEEPSPEC = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3Eagle3Model"
@@ -139,21 +140,21 @@ def architecture(config: Mapping[str, Any]) -> str:
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our config with every key; absent ones get the published formats' default."""
     layers = config.get("feature_layers")
+    defaults = {
+        **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_before_residual", "qk_norm"), False),
+        "layer_ids_as_published": None,
+        "window": None,
+        "layers": 1,
+        "carries": "raw",
+        "head": "own",
+        "draft_vocab_size": config["vocab_size"],
+        "target_hidden_size": config["hidden_size"],
+    }
     return {
         **config,
-        "layers": config.get("layers") or 1,
-        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
-        "target_hidden_size": config.get("target_hidden_size") or config["hidden_size"],
+        **{key: config.get(key) or default for key, default in defaults.items()},
         "num_features": len(layers) if layers else config.get("num_features") or 3,
         "feature_layers": tuple(layers) if layers else None,
-        "layer_ids_as_published": config.get("layer_ids_as_published"),
-        "norm_before_fc": config.get("norm_before_fc") or False,
-        "fc_norm": config.get("fc_norm") or False,
-        "norm_before_residual": config.get("norm_before_residual") or False,
-        "qk_norm": config.get("qk_norm") or False,
-        "carries": config.get("carries") or "raw",
-        "window": config.get("window"),
-        "head": config.get("head") or "own",
     }
 
 
@@ -167,10 +168,11 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         "layer.embed_norm.weight": (hidden,),
         "layer.hidden_norm.weight": (hidden,),
         **layer_shapes(config, 2 * hidden),
-        **_later_shapes(config),
         "norm.weight": (hidden,),
         "embed.weight": (vocab, hidden),
     }
+    for i in range(config["layers"] - 1):
+        out |= {f"later.{i}.input_norm.weight": (hidden,), **layer_shapes(config, hidden, f"later.{i}")}
     if config["fc_bias"]:
         out["fc.bias"] = (hidden,)
     if config["head"] == "own":
@@ -184,35 +186,15 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def _later_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return our names and the shapes of the tensors in layers after the first."""
-    out: dict[str, Shape] = {}
-    for i in range(config["layers"] - 1):
-        out |= {
-            f"later.{i}.input_norm.weight": (config["hidden_size"],),
-            **layer_shapes(config, config["hidden_size"], f"later.{i}"),
-        }
-    return out
-
-
 def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
-    """Return our name of each published tensor; without the vocabulary maps.
-
-    Args:
-        layer: the published name of the first layer ("midlayer"). Those after it are layers.1,
-            layers.2, ... in all formats.
-        layers: the number of all layers.
-    """
-    norms = {
-        f"{layer}.input_layernorm.weight": "layer.embed_norm.weight",
-        f"{layer}.hidden_norm.weight": "layer.hidden_norm.weight",
-    }
-    fc_norms = {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
-    later: dict[str, str] = {}
+    """Return our name of each published tensor; without the vocabulary maps."""
+    names = layer_names(layer, "layer")
+    names[f"{layer}.input_layernorm.weight"] = "layer.embed_norm.weight"
+    names[f"{layer}.hidden_norm.weight"] = "layer.hidden_norm.weight"
     for i in range(layers - 1):
-        later |= layer_names(f"layers.{i + 1}", f"later.{i}")
-        later[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
-    return layer_names(layer, "layer") | norms | later | _COMMON_NAMES | fc_norms
+        names |= layer_names(f"layers.{i + 1}", f"later.{i}")
+        names[f"layers.{i + 1}.input_layernorm.weight"] = f"later.{i}.input_norm.weight"
+    return names | _COMMON_NAMES | {name: name for name in (f"fc_norm.{i}.weight" for i in range(features))}
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -221,17 +203,8 @@ def names_of(layer: str, features: int, layers: int = 1) -> dict[str, str]:
 def read_flat(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], meaning: str | None, carries: str, several: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a head whose settings are in config.json itself and in its `eagle_config` object, as
-    SGLang and vLLM publish it.
-
-    Args:
-        meaning: of the layer ids, "input" or "output"; None where the format leaves it open.
-        carries: the format's rule for the next state, "raw" or "normed".
-        several: whether the format says how layers after the first are computed.
-
-    Returns:
-        Our config, our tensors.
-    """
+    """Read a head whose settings are in config.json itself and in its `eagle_config` object, as SGLang and vLLM
+    publish it."""
     inner = mapping(config, "eagle_config")
     for key, value in inner.items():
         if key not in _IN_EAGLE_CONFIG and value not in (None, False):
@@ -281,7 +254,10 @@ def assemble(
             f'if the head is one of DeepSpec, write "architectures": ["{DEEPSPEC}"]'
         )
     layer, count_of_layers = _layers_of(tensors, layers, several)
-    _check_count(config, count_of_layers)
+    if count_of_layers > 1 and count(config, "num_hidden_layers", count_of_layers) != count_of_layers:
+        raise CheckpointError(
+            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {count_of_layers} layers"
+        )
     ours = _our_config(config, tensors, {**settings, "layers": count_of_layers}, layer, strict)
     reduced = ours["draft_vocab_size"] != ours["vocab_size"]
     same_width = ours["target_hidden_size"] == ours["hidden_size"]
@@ -290,11 +266,8 @@ def assemble(
     names, our_shapes = names_of(layer, ours["num_features"], ours["layers"]), shapes(ours)
     expected = {name: our_shapes[our_name] for name, our_name in names.items() if our_name in our_shapes}
     expected |= {"d2t": (ours["draft_vocab_size"],), "t2d": (ours["vocab_size"],)}
-    optional = {"embed_tokens.weight"} if same_width else set()
-    if not reduced:
-        optional |= {"d2t", "t2d"}
-    else:
-        optional |= {"t2d"}  # d2t says the same
+    optional = {"t2d"} if reduced else {"d2t", "t2d"}  # d2t says the same as t2d
+    optional |= {"embed_tokens.weight"} if same_width else set()
     faults = differences(tensors, expected, optional)
     if faults:
         raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")
@@ -325,14 +298,7 @@ def _our_config(
 
 
 def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) -> dict[str, Any]:
-    """Return feature_layers, layer_ids_as_published and num_features, from the published layer ids.
-
-    The "eyas" object overrides the format: its "layer_ids" gives the meaning, its "feature_layers" are
-    the ids where none are published.
-
-    Args:
-        meaning: of ids in this format, "input" or "output"; None where the format leaves it open.
-    """
+    """Return feature_layers, layer_ids_as_published and num_features, from the published layer ids."""
     eyas = mapping(config, "eyas")
     override = choice(eyas, "layer_ids", MEANINGS)
     meaning = override or meaning
@@ -346,8 +312,7 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
     ids = published if added is None else added
     if ids is None:
         return {"feature_layers": None, "layer_ids_as_published": None, "num_features": 3}
-    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= 0 for i in ids)
-    if not are_ids or not ids or ids != sorted(set(ids)):
+    if not are_rising(ids, 0):
         raise CheckpointError(
             f"config.json has layer ids {ids!r}; they must be whole numbers from 0 on, each greater than the one before"
         )
@@ -450,14 +415,6 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
     return first[0], 1 + len(later)
 
 
-def _check_count(config: Mapping[str, Any], layers: int) -> None:
-    """Raise CheckpointError for several layers of which config.json says another number."""
-    if layers > 1 and count(config, "num_hidden_layers", layers) != layers:
-        raise CheckpointError(
-            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {layers} layers"
-        )
-
-
 # --- refusing ----------------------------------------------------------------------------------------
 
 
@@ -506,7 +463,48 @@ def sliding_window(config: Mapping[str, Any], positions: int, layers: int) -> in
         raise CheckpointError(
             f"config.json has layer_types {kinds[:layers]}: heads whose layers all are of one type are read"
         )
-    windowed = (isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]) or config.get(
-        "use_sliding_window"
-    ) is True
+    slides = isinstance(kinds, list) and kinds[:1] == ["sliding_attention"]
+    windowed = slides or config.get("use_sliding_window") is True
     return window if windowed and isinstance(window, int) and 0 < window < positions else None
+
+
+# --- writing -----------------------------------------------------------------------------------------
+
+
+def publish_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return our config with every key, and the tensors under their published names; `layer` is the published name of
+    the first layer.
+
+    A smaller draft vocabulary becomes d2t (offsets, target id - draft id) and t2d (marks of the
+    same ids).
+    """
+    ours = complete(config)
+    optional = {"embed.weight"} if ours["target_hidden_size"] == ours["hidden_size"] else set()
+    faults = differences(tensors, shapes(ours), optional)
+    assert not faults, faults
+    names = names_of(layer, ours["num_features"], ours["layers"])
+    published = {name: tensors[our_name] for name, our_name in names.items() if our_name in tensors}
+    if "draft_ids" in tensors:
+        ids = tensors["draft_ids"].cpu()
+        assert 0 <= int(ids.min()) <= int(ids.max()) < ours["vocab_size"], "draft_ids leave the vocabulary"
+        assert bool((ids.diff() > 0).all()), "draft_ids do not increase"
+        published["d2t"] = ids - torch.arange(len(ids))
+        published["t2d"] = torch.zeros(ours["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    return ours, published
+
+
+def layer_config(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the keys of a LLaMA config.json, with the head's record, for what `publish_tensors` returns."""
+    window = ours["window"]
+    keys = {**write_layer(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
+    if window:
+        kinds = ["sliding_attention"] * ours["layers"]
+        keys |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    return {**keys, "eyas": dict(ours["eyas"])} if ours.get("eyas") else keys
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype as a config.json has it, like float16."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ from eyas.errors import CheckpointError, InputError, first_line
 from eyas.files import CHECKSUMS, SCALE, from_int8, is_altered
 
 __all__ = [
-    "GGUF", "check_finite", "check_sum", "find", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write",
+    "GGUF", "check_finite", "check_sum", "find", "hub_refusal", "mapping", "read_config", "read_pickle", "read_tensors", "short", "write",
 ]  # fmt: skip
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -33,6 +33,9 @@ _CONFIG = "config.json"
 GGUF = ".gguf"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
+# what is fetched from the hub: pickles only where there are no safetensors
+_SAFE_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+_PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 # files that may be in one folder with the weights of a whole model
 _NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
@@ -57,17 +60,44 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None) -> tuple[
         )
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"draft head {name}: there is no such folder, and it is not a hub id (owner/name)")
-    from eyas.checkpoints._hub import fetch
-
-    folder = fetch(name, revision)
+    folder = _fetch(name, revision)
     return folder, f"{name}@{folder.name}"
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are no safetensors."""
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_SAFE_FILES))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
+    except Exception as error:  # the hub's client raises errors of several libraries
+        raise CheckpointError(
+            f"draft head {hub_id}: this folder does not exist, and {hub_refusal(error, revision)}"
+        ) from error
+    return folder
+
+
+def hub_refusal(error: Exception, revision: str | None) -> str:
+    """Return the reason why the hub did not deliver; for common ones it says what to do."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the hub gives it only to those who asked for access: ask there, then log in"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such repository, or keeps it private: check the name, or log in"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the hub has no revision {revision!r} of it"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "the hub cannot be reached, and no copy was fetched earlier: connect, or give a folder"
+    return f"fetching it from the hub failed ({type(error).__name__}: {first_line(error, 200)})"
 
 
 # --- reading ---------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the object in config.json."""
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"the folder has no {_CONFIG}: is it the folder of a draft head?")
     return _read_json(folder / _CONFIG)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "YARN_KEYS", "block_names", "eagle3_names", "in_halves", "llama3_factors",
+    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "YARN_KEYS", "block_names", "eagle3_names", "llama3_factors",
     "mtp_names",
 ]  # fmt: skip
 
@@ -122,16 +122,6 @@ def mtp_names(architecture: str, layer: int) -> dict[str, str]:
     shared = "shared_experts" if architecture == "glm4moe" else "shared_expert"
     names |= {f"ffn_{x}_shexp.weight": f"mtp_block.mlp.{shared}.{x}_proj.weight" for x in ("gate", "up", "down")}
     return {f"blk.{layer}.{theirs}": f"layers.0.{ours}" for theirs, ours in names.items()}
-
-
-# --- changes of tensors --------------------------------------------------------------------------------
-
-
-def in_halves(weight: Tensor, heads: int) -> Tensor:
-    """Return rows of queries or keys for a RoPE that turns the two halves of a head; in files of EAGLE-3 heads it turns
-    neighbours."""
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, width: int) -> Tensor:

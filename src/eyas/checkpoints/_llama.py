@@ -17,19 +17,13 @@ from eyas.core.params import is_number, is_whole
 from eyas.errors import CheckpointError
 
 __all__ = [
-    "Shape", "count", "flag", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
+    "Shape", "are_rising", "count", "flag", "halves", "in_halves", "layer_names", "layer_shapes", "mapping", "number", "read_layer",
     "read_rope", "text", "write_layer",
 ]  # fmt: skip
 
 LARGEST_COUNT = 2**31
-EPSILONS = (
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "layernorm_epsilon",
-    "norm_eps",
-    "norm_epsilon",
-    "rms_eps",
-)  # of other families
+# of other families
+EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_eps")
 # tensors of queries and keys, whose rows are channels of heads
 _TURNED = frozenset({"q.weight", "k.weight", "q.bias", "k.bias", "q_norm.weight", "k_norm.weight"})
 # kinds of RoPE, with the numbers that they must and may have
@@ -41,9 +35,6 @@ _SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-
-
-# --- a layer's tensors -------------------------------------------------------------------------------
 
 
 def layer_names(published: str, ours: str) -> dict[str, str]:
@@ -78,9 +69,6 @@ def layer_shapes(config: Mapping[str, Any], inputs: int, layer: str = "layer") -
         f"{layer}.mlp.up.weight": (inner, hidden),
         f"{layer}.mlp.down.weight": (hidden, inner),
     }
-
-
-# --- a layer's config --------------------------------------------------------------------------------
 
 
 def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +111,6 @@ def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling under our names.
-
-    They may be in `rope_theta`, `rope_scaling` and `rope_parameters`, which must not contradict
-    each other. Absent means a theta of 10,000 and no scaling.
-    """
     objects = [rope for key in ("rope_scaling", "rope_parameters") if (rope := mapping(config, key))]
     thetas = {number(rope, "rope_theta") for rope in (config, *objects) if rope.get("rope_theta") is not None}
     if len(thetas) > 1:
@@ -144,11 +127,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | None:
-    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE.
-
-    Args:
-        positions: the original length of a YaRN that names none.
-    """
+    """Return the scaling that a `rope_scaling` or `rope_parameters` object names; None for plain RoPE."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -164,17 +143,20 @@ def _read_scaling(rope: Mapping[str, Any], positions: Any) -> dict[str, Any] | N
 
 
 def in_halves(tensors: Mapping[str, Tensor], config: Mapping[str, Any], head_dim: int) -> dict[str, Tensor]:
-    """Return our tensors for a RoPE that turns the two halves of a head, as LLaMA's does, made of the
-    tensors of a head whose RoPE turns neighbouring channels ("rope_is_neox_style": false): queries and keys have their
-    channels reordered, which leaves their products as they are."""
+    """Return our tensors; of a head whose RoPE turns neighbouring channels ("rope_is_neox_style": false), queries and keys
+    have their channels reordered, which leaves their products as they are."""
     if flag(config, "rope_is_neox_style", True) and not flag(config, "rope_interleave", False):
         return dict(tensors)
-    out = dict(tensors)
-    for name, tensor in tensors.items():
-        if name.rpartition("attention.")[2] in _TURNED:
-            pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-            out[name] = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
-    return out
+    return {
+        name: halves(tensor, head_dim) if name.rpartition("attention.")[2] in _TURNED else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows of queries or keys for a RoPE that turns the two halves of a head, made of those for neighbours."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,9 +180,6 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# --- single values -----------------------------------------------------------------------------------
-
-
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the value of this key, a whole number from 1 to 2^31; `default` when it is absent or null."""
     value = _present(config, key, default)
@@ -222,6 +201,12 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be true or false")
     return value
+
+
+def are_rising(ids: Any, least: int) -> bool:
+    """Return whether this is a list of whole numbers, `least` or more, each above the one before."""
+    are_ids = isinstance(ids, list) and all(is_whole(i) and i >= least for i in ids)
+    return are_ids and bool(ids) and ids == sorted(set(ids))
 
 
 def text(config: Mapping[str, Any], key: str) -> str:

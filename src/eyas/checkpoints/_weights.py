@@ -120,7 +120,6 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
 
 
 def _published(place: Path) -> Published:
-    """Return config.json and the tensors of a folder, or what a format makes of a file."""
     if not place.is_file():
         return read_config(place), _without_buffers(read_tensors(place))
     return next(form.unpack(place) for form in formats() if getattr(form, "SUFFIX", None) == place.suffix)
@@ -136,12 +135,9 @@ def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
-    """Write a draft head in its published format: config.json and its safetensors, into a folder
-    that is made if absent.
+    """Write a draft head in its published format: config.json and its safetensors, into a folder that is made if absent.
 
-    Both files are written under temporary names and then renamed, so that an interrupt leaves an older
-    head whole; nothing else in the folder is touched. Raises InputError when the folder cannot be
-    written or the disk is full.
+    An interrupt leaves an older head whole. Raises InputError when the folder cannot be written or the disk is full.
     """
     writers = {method: form for form in formats() for method in getattr(form, "METHODS", ())}
     if weights.method not in writers:
@@ -154,9 +150,6 @@ def save(weights: Weights, folder: str | os.PathLike[str]) -> None:
     form = writers[weights.method]
     config, tensors = form.write(weights.method, weights.config, weights.tensors)
     write(Path(folder).expanduser(), config, tensors, *([form.FILE] if hasattr(form, "FILE") else []))
-
-
-# --- checks ------------------------------------------------------------------------------------------
 
 
 def expect(weights: Weights, shapes: Mapping[str, Shape], optional: Collection[str] = frozenset()) -> None:
@@ -208,9 +201,6 @@ def _check_fingerprint(fingerprint: Any) -> None:
             'config.json has an eyas.target_fingerprint that eyas did not write (it is text like "dadd22ddee45:-0.003,-0.044,0.018"): '
             "remove it"
         )
-
-
-# --- formats -----------------------------------------------------------------------------------------
 
 
 def formats() -> Iterator[Format]:

@@ -1,12 +1,5 @@
-"""Gemma 4's assistants as Google publishes them, with config.json and tensors unchanged.
-
-    config.json     model_type gemma4_assistant or gemma4_unified_assistant; text_config (that of a Gemma 4 whose layers all share keys),
-                    backbone_hidden_size, use_ordered_embeddings, num_centroids, centroid_intermediate_top_k
-    tensors         model.layers.{i}.* without k_proj, v_proj, k_norm and v_norm (left out here if they are there), model.norm,
-                    model.embed_tokens, pre_projection, post_projection, lm_head unless tied; with use_ordered_embeddings
-                    masked_embedding.centroids.weight and masked_embedding.token_ordering
-
-Our config is theirs.
+"""Gemma 4's assistants as Google publishes them (docs/reference/head_formats.md), with config.json and tensors unchanged but
+for keys and values that no layer uses.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ from eyas.core.params import is_whole
 from eyas.errors import CheckpointError
 
 __all__ = ["read", "recognises"]
-
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _ORDER = "masked_embedding.token_ordering"

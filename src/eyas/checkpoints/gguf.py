@@ -1,12 +1,5 @@
-"""Heads in GGUF files, turned into forms in which heads are published in folders: their readers check names, shapes
-and settings.
-
-    architecture of the file              turned into
-    eagle3                                vLLM's form of EAGLE-3 (`vllm`)
-    dflash                                z-lab's form of DFlash and DFlash 2 (`dflash`), DeepSpec's of DSpark (`dspark`); over a draft
-                                          vocabulary that of the speculators library (`speculators_block`)
-    qwen35, qwen35moe, qwen3next,         the MTP module behind the target's layers, `blk.L.nextn.*` and the layer beside them: a head as
-    glm4moe                               eyas writes it (`mtp`)
+"""Heads in GGUF files, as llama.cpp writes them, turned into forms in which heads are published in folders: their readers
+check names, shapes and settings. docs/reference/head_formats.md lists the architectures.
 
 Keys and names are those of llama.cpp's converter (convert_hf_to_gguf.py), whose changes are undone here: queries and
 keys of EAGLE-3 heads have their channels in pairs, d2t holds the target's ids themselves, norms of Qwen's modules
@@ -20,29 +13,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.checkpoints import _gguf_names as names
 from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SECOND_PARTS, SLIDING
 from eyas.checkpoints._eagle3 import IDS, VLLM
 from eyas.checkpoints._files import GGUF as SUFFIX
-from eyas.checkpoints._gguf import File
-from eyas.checkpoints._gguf_names import (
-    FACTOR_KEYS,
-    LAYER_KEYS,
-    MTP_TYPES,
-    YARN_KEYS,
-    block_names,
-    eagle3_names,
-    in_halves,
-    llama3_factors,
-    mtp_names,
-)
+from eyas.checkpoints._files import check_finite, check_sum
+from eyas.checkpoints._llama import halves
 from eyas.checkpoints._weights import Published
 from eyas.checkpoints.mtp import MODEL_TYPE
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, first_line
 
-__all__ = ["SUFFIX", "unpack"]
+__all__ = ["ARCHITECTURE", "SUFFIX", "File", "unpack"]
+
+ARCHITECTURE = "general.architecture"
+INTEGERS = {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
 
 # settings and tensors of block heads that compute something else, and what they mean
 _OTHER_BLOCKS = {
@@ -56,6 +44,96 @@ _OTHER_BLOCKS = {
 _UNUSED_TABLES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # copies of the target's
 
 
+class File:
+    """One file. Tensors are computed when they are asked for, also from quantised ones, as float32."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise CheckpointError for a file that is damaged, or one of several parts; raise OptionError where the
+        package that reads such files is missing."""
+        from eyas.targets.gguf_files import check_gguf_packages
+
+        check_gguf_packages()
+        import gguf
+
+        check_sum(path)
+        self.name = path.name
+        try:
+            self.reader = gguf.GGUFReader(path)
+        except Exception as error:  # a damaged file may raise anything
+            raise CheckpointError(f"{path.name} is corrupt or truncated: {first_line(error, 200)}") from error
+        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        self._unused = set(self._tensors)
+        self.architecture = str(self.get(ARCHITECTURE, ""))
+        if int(self.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{path.name} is one of {self.get('split.count')} parts: join them with llama-gguf-split --merge"
+            )
+
+    # --- settings
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; ARCH in it stands for the architecture. Floats, which the file holds
+        in 32 bits, are rounded to the 7 digits that those have."""
+        field = self.reader.get_field(key.replace("ARCH", getattr(self, "architecture", "")))
+        if field is None:
+            return default
+        value = field.contents()
+        return float(f"{value:.7g}") if isinstance(value, float) else value
+
+    def need(self, key: str) -> Any:
+        """Return what `get` returns; raise CheckpointError where the file has no such key."""
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"{self.name} has no {key.replace('ARCH', self.architecture)}")
+        return value
+
+    def vocab_size(self) -> int:
+        """Return the number of tokens that the file names."""
+        stated = self.get("ARCH.vocab_size")
+        if stated is not None:
+            return int(stated)
+        field = self.reader.get_field("tokenizer.ggml.tokens")
+        if field is None:
+            raise CheckpointError(f"{self.name} has neither {self.architecture}.vocab_size nor tokens")
+        return len(field.data)
+
+    # --- tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, in torch's order: int64 where the file holds whole numbers, else float32, all of it finite.
+        Raise CheckpointError where the file has no such tensor."""
+        import gguf
+
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.name} has no tensor {name}")
+        stored = self._tensors[name]
+        shape = tuple(int(size) for size in reversed(stored.shape))
+        self._unused.discard(name)
+        if stored.tensor_type.name in INTEGERS:
+            return torch.from_numpy(np.array(stored.data, dtype=np.int64)).reshape(shape)
+        try:
+            values = torch.from_numpy(np.array(gguf.dequantize(stored.data, stored.tensor_type), dtype=np.float32))
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.name}: tensor {name} is stored as {stored.tensor_type.name}, which is not read"
+            ) from error
+        check_finite(self.name, name, values)
+        return values.reshape(shape)
+
+    def unused(self, prefix: str = "") -> list[str]:
+        """Return the names, with this prefix, of tensors that were not asked for."""
+        return sorted(name for name in self._unused if name.startswith(prefix))
+
+    def expect_no_more(self) -> None:
+        """Raise CheckpointError for tensors that were not asked for."""
+        if left := self.unused():
+            some = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
+            raise CheckpointError(f"{self.name} holds tensors that a head of this kind does not have: {some}")
+
+
 def unpack(path: Path) -> Published:
     """Return the head in a file in GGUF format as config.json and tensors of another form. Raise CheckpointError for a
     file without a head, and for a head that cannot be computed."""
@@ -66,7 +144,7 @@ def unpack(path: Path) -> Published:
         return _read_mtp(file)
     raise CheckpointError(
         f"{file.name} has the architecture {file.architecture!r} and no module of multi-token prediction: it is a model, not a "
-        f"head; heads have {', '.join(_READERS)}, targets with a module that is read {', '.join(MTP_TYPES)}"
+        f"head; heads have {', '.join(_READERS)}, targets with a module that is read {', '.join(names.MTP_TYPES)}"
     )
 
 
@@ -86,11 +164,10 @@ def _read_eagle3(file: File) -> Published:
         IDS: [int(layer) for layer in file.need("ARCH.target_layers")],  # inputs, as in vLLM's form
         **{key: bool(file.get(f"ARCH.{key}", False)) for key in ("norm_before_residual", "norm_before_fc")},
     }
-    tensors = _tensors(file, eagle3_names())
-    for x, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-        name = f"layers.0.self_attn.{x}_proj.weight"
+    tensors = _tensors(file, names.eagle3_names())
+    for name in ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"):
         if name in tensors:
-            tensors[name] = in_halves(tensors[name], config[heads])
+            tensors[name] = halves(tensors[name], config["head_dim"])
     tensors |= _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return {**config, "draft_vocab_size": len(tensors.get("d2t", ())) or config["vocab_size"]}, tensors
@@ -113,7 +190,7 @@ def _read_block(file: File) -> Published:
         **_windows(file, layers),
         **_factors(file),
     }
-    tensors = _tensors(file, block_names(layers))
+    tensors = _tensors(file, names.block_names(layers))
     maps = _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return _block_form(file, config, tensors, maps)
@@ -165,15 +242,14 @@ def _speculators_form(
 
 
 def _read_mtp(file: File) -> Published:
-    """Return the first MTP module behind the layers of a target."""
-    if file.architecture not in MTP_TYPES:
+    if file.architecture not in names.MTP_TYPES:
         raise CheckpointError(
             f"{file.name} has the MTP module of a {file.architecture}, whose layer is stored in another way than transformers' "
-            f"class has it; modules of {', '.join(MTP_TYPES)} are read: use the target's checkpoint in Hugging Face layout"
+            f"class has it; modules of {', '.join(names.MTP_TYPES)} are read: use the target's checkpoint in Hugging Face layout"
         )
     behind = int(file.need("ARCH.block_count")) - int(file.need("ARCH.nextn_predict_layers"))
     prefix = f"blk.{behind}."
-    tensors = _tensors(file, mtp_names(file.architecture, behind))
+    tensors = _tensors(file, names.mtp_names(file.architecture, behind))
     if "layers.0.post_norm.weight" not in tensors:  # llama.cpp takes the target's last norm
         tensors["layers.0.post_norm.weight"] = file.tensor("output_norm.weight")
     halves = [f"{prefix}ffn_{x}_exps.weight" for x in ("gate", "up")]
@@ -191,7 +267,7 @@ def _read_mtp(file: File) -> Published:
         raise CheckpointError(f"{file.name}: the MTP module has tensors that are not known here: {', '.join(left)}")
     return {
         "model_type": MODEL_TYPE,
-        "target_model_type": MTP_TYPES[file.architecture],
+        "target_model_type": names.MTP_TYPES[file.architecture],
         "hidden_size": file.need("ARCH.embedding_length"),
         "vocab_size": file.vocab_size(),
         "max_position_embeddings": file.need("ARCH.context_length"),
@@ -214,7 +290,8 @@ def _layer_config(file: File) -> dict[str, Any]:
     """Return the keys of a LLaMA config.json."""
     optional = {"num_key_value_heads", "rope_theta", "head_dim"}
     found = {
-        ours: (file.get if ours in optional else file.need)(f"ARCH.{theirs}") for ours, theirs in LAYER_KEYS.items()
+        ours: (file.get if ours in optional else file.need)(f"ARCH.{theirs}")
+        for ours, theirs in names.LAYER_KEYS.items()
     }
     found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
     found["rope_theta"] = found["rope_theta"] or 10000.0
@@ -241,7 +318,7 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
         return scaling  # its reader refuses a type that it does not know
     if file.get("ARCH.rope.scaling.yarn_ext_factor", 1.0) != 1.0:
         raise CheckpointError(f"{file.name} has a YaRN with an extrapolation factor other than 1")
-    found = {ours: file.get(f"ARCH.rope.scaling.{theirs}") for ours, theirs in YARN_KEYS.items()}
+    found = {ours: file.get(f"ARCH.rope.scaling.{theirs}") for ours, theirs in names.YARN_KEYS.items()}
     return scaling | {ours: value for ours, value in found.items() if value is not None}
 
 
@@ -269,7 +346,7 @@ def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
-    if not torch.allclose(llama3_factors(scaling, theta, width), factors, rtol=1e-4):
+    if not torch.allclose(names.llama3_factors(scaling, theta, width), factors, rtol=1e-4):
         raise CheckpointError(f"{file.name} has rope_freqs of another scaling than llama3, the only one that is read")
     return scaling
 
@@ -298,5 +375,5 @@ def _windows(file: File, layers: int) -> dict[str, Any]:
 
 def _factors(file: File) -> dict[str, Any]:
     """Return the factors of embeddings and logits, and the cap of these."""
-    found = {ours: file.get(f"ARCH.{theirs}") for ours, theirs in FACTOR_KEYS.items()}
+    found = {ours: file.get(f"ARCH.{theirs}") for ours, theirs in names.FACTOR_KEYS.items()}
     return {ours: value for ours, value in found.items() if value}

@@ -1,20 +1,9 @@
-"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules are
-in the checkpoints of their targets, where transformers' `MtpModel` reads them; this form is ours,
-with that class's names.
+"""Multi-token-prediction modules that eyas trained, as heads of their own. Published modules are in the checkpoints of their
+targets, where transformers' `MtpModel` reads them; this form is ours, with that class's names
+(docs/reference/head_formats.md). Embeddings and lm_head are the target's.
 
-    config.json     model_type "eyas_mtp", target_model_type, hidden_size, vocab_size, max_position_embeddings, eyas
-    tensors         layers.0.enorm, layers.0.hnorm, layers.0.eh_proj, layers.0.mtp_block.* (a decoder layer of the target's class),
-                    layers.0.post_norm unless modules of the family have none, shared_post_norm where they share one
-
-Embeddings and lm_head are the target's.
-
-Our config, which `read` returns and `write` takes:
-
-    target_model_type                          str: model_type of the target, whose layer class the module has
-    hidden_size, vocab_size, max_positions     int
-    eyas                                       the writer's record
-
-Our tensors: the names of `drafters._mtp_net.Net`: module.* for layers.0.*, shared_norm.* for
+Our config: target_model_type (of the target, whose layer class the module has), hidden_size, vocab_size, max_positions, and
+eyas, the writer's record. Our tensors: the names of `drafters._mtp_net.Net`: module.* for layers.0.*, shared_norm.* for
 shared_post_norm.*.
 """
 
@@ -56,7 +45,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as written."""
     assert method in METHODS, method
     published = {
         "model_type": MODEL_TYPE,

@@ -1,18 +1,10 @@
-"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, with a mask's token
-and a mask's features.
+"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, in vLLM's form (`eagle3`) or in that of the
+speculators library (`speculators`), with a mask's token and a mask's features (docs/reference/head_formats.md).
 
-    flat            vLLM's: config.json and tensors of an EAGLE-3 head in vLLM's format (`vllm`), whichever of its classes config.json
-                    names; `pard_token`, `ptd_token_id` or `mask_token_id`: the mask's token; `parallel_drafting` may be true
-    speculators     speculators_model_type "peagle"; config.json and tensors of an EAGLE-3 head of that library (`speculators`);
-                    `mask_token_id`; speculative_tokens of the proposal method: the number of levels that the head was trained for
-    tensors         besides those of EAGLE-3: mask_hidden [F], published as [1, F] or [1, 1, F]
+A slot after the first reads the embedding of the mask's token, and mask_hidden [F] in place of the target's features,
+before the norms of features and fc. eyas writes vLLM's form, with the number of levels under "eyas".
 
-A slot after the first reads the embedding of the mask's token, and mask_hidden in place of the
-target's features, before the norms of features and fc. Layer ids mean inputs in both forms. eyas
-writes the flat form, with the number of levels under "eyas".
-
-Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors:
-EAGLE-3's, and mask_hidden [F].
+Our config: EAGLE-3's (`_eagle3`), and `mask_token` int, `levels` int or None. Our tensors: EAGLE-3's, and mask_hidden [F].
 """
 
 from __future__ import annotations
@@ -22,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from eyas.checkpoints import speculators, vllm
-from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel
-from eyas.checkpoints._eagle3_writing import layer_config, publish_tensors
+from eyas.checkpoints import eagle3, speculators
+from eyas.checkpoints._eagle3 import MASK, SGLANG, VLLM, architecture, is_parallel, layer_config, publish_tensors
 from eyas.checkpoints._llama import count, mapping
 from eyas.checkpoints._weights import Published
 from eyas.core.params import is_whole
@@ -53,7 +44,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         _, ours, our_tensors = speculators.read({**config, "speculators_model_type": "eagle3"}, rest)
         levels = _speculative_tokens(config)
     else:
-        _, ours, our_tensors = _read_flat(config, rest)
+        ours, our_tensors = _read_flat(config, rest)
         record = dict(ours.pop("eyas", None) or {})
         levels = record.pop("levels", None)
         ours |= {"eyas": record} if record else {}
@@ -80,16 +71,14 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     assert not any(ours[key] for key in ("fc_bias", "qkv_bias")), "P-EAGLE heads have no biases"
     if ours["qk_norm"]:
         raise CheckpointError("the head has Qwen3's layers, with norms of queries and keys, and vLLM computes LLaMA's")
-    published = {**layer_config(ours, their_tensors), **vllm.settings(ours), "parallel_drafting": True}
+    published = {**layer_config(ours, their_tensors), **eagle3.vllm_settings(ours), "parallel_drafting": True}
     published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"]}
     if config.get("levels"):
         published["eyas"] = {**published.get("eyas", {}), "levels": config["levels"]}
     return published, {**their_tensors, MASK: tensors[MASK][None]}
 
 
-def _read_flat(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if architecture(config) not in CLASSES:
         raise CheckpointError(
             f"config.json says architectures {config.get('architectures')!r}, a P-EAGLE head of a kind that is not read; if its layers are "
@@ -99,7 +88,7 @@ def _read_flat(
         raise CheckpointError(
             f"config.json has parallel_drafting {config['parallel_drafting']!r}, and the file a {MASK}: remove one of them"
         )
-    return vllm.read({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
+    return eagle3.read_vllm({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
 
 
 def _mask_token(config: Mapping[str, Any]) -> int:
@@ -115,8 +104,7 @@ def _mask_token(config: Mapping[str, Any]) -> int:
 
 
 def _speculative_tokens(config: Mapping[str, Any]) -> Any:
-    """Return the number of drafted tokens that the first proposal method names; None if there is no
-    such method."""
+    """Return the number of drafted tokens that the first proposal method names; None if there is no such method."""
     methods = mapping(config, "speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     return first.get("speculative_tokens") if isinstance(first, dict) else None

@@ -83,7 +83,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)
     assert not faults, faults
@@ -101,9 +100,6 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         if config["fc_bias"]:
             out["fc.bias"] = (hidden,)
     return out | layer_shapes(config, hidden)
-
-
-# --- config ------------------------------------------------------------------------------------------
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:

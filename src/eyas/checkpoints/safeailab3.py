@@ -1,18 +1,10 @@
-"""EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format.
+"""EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format
+(docs/reference/head_formats.md). Our config and our tensor names: see `_eagle3`.
 
-    config.json     a LLaMA config with draft_vocab_size, and target_hidden_size only where it is not hidden_size; num_hidden_layers, bias
-                    and architectures are not read; the layers are always 2, L//2, L-3 (inputs)
-    tensors         fc.weight, midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight, midlayer.self_attn.*_proj.weight,
-                    midlayer.mlp.*_proj.weight, norm.weight, lm_head.weight, and where the draft vocabulary is smaller d2t (offsets,
-                    int64) and t2d (bool); mostly no embed_tokens.weight
-
-A head that needs more than this format holds (explicit layers of the target, several layers of its
-own, norms before fc, a normed state that is carried, a bias, the target's head) is written with the
-architecture EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size
-beside them. SGLang and vLLM do not know this architecture, and the authors' code, which ignores it,
-stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
-
-Our config and our tensor names: see `_eagle3`.
+A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a
+normed state that is carried, a bias, the target's head) is written with the architecture EyasEagle3ForCausalLM, with its
+settings under "eyas" and without draft_vocab_size beside them. SGLang and vLLM do not know this architecture, and the
+authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
 """
 
 from __future__ import annotations
@@ -32,11 +24,12 @@ from eyas.checkpoints._eagle3 import (
     architecture,
     assemble,
     choice,
+    dtype_of,
     is_eagle3,
     is_parallel,
     layer_ids,
+    publish_tensors,
 )
-from eyas.checkpoints._eagle3_writing import dtype_of, publish_tensors
 from eyas.checkpoints._llama import flag, mapping, write_layer
 from eyas.checkpoints._weights import Published
 from eyas.errors import CheckpointError
@@ -61,9 +54,9 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     eyas, inner = mapping(config, "eyas"), mapping(config, "eagle_config")
     _refuse_other_forms(config, inner, eyas, tensors)
     published = config.get(IDS) if config.get(IDS) is not None else inner.get(IDS)
-    draft_vocab_size = next(
-        (c["draft_vocab_size"] for c in (config, eyas) if c.get("draft_vocab_size") is not None), None
-    )
+    draft_vocab_size = config.get("draft_vocab_size")
+    if draft_vocab_size is None:
+        draft_vocab_size = eyas.get("draft_vocab_size")
     settings = {
         **layer_ids(config, published, None),
         **{key: flag(eyas, key, False) for key in _FLAGS},
@@ -78,7 +71,6 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
-    """Return config.json and the tensors as published."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
     return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from eyas.checkpoints import _gguf_names as gguf_names
 from eyas.checkpoints._block import DFLASH, DFLASH2, DSPARK, SECOND_PARTS, SLIDING, block_names, block_shapes
-from eyas.checkpoints._eagle3 import IDS, MASK, SGLANG
-from eyas.checkpoints._eagle3_writing import layer_config, publish_tensors
-from eyas.checkpoints._files import read_config, write
-from eyas.checkpoints._gguf import ARCHITECTURE, File
-from eyas.checkpoints._hub import hub_refusal
+from eyas.checkpoints._eagle3 import IDS, MASK, SGLANG, layer_config, publish_tensors
+from eyas.checkpoints._files import hub_refusal, read_config, write
 from eyas.checkpoints._llama import Shape, count, flag, layer_names, mapping, text, write_layer
 from eyas.checkpoints._weights import Published, differences, formats, refuse_dtypes
+from eyas.checkpoints.gguf import ARCHITECTURE, File
 
 __all__ = [
     "ARCHITECTURE", "DFLASH", "DFLASH2", "DSPARK", "IDS", "MASK", "SECOND_PARTS", "SGLANG", "SLIDING", "File", "Published", "Shape",

@@ -48,9 +48,8 @@ class TuneOptions:
 def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -> None:
     """Measure the cost of trees on this machine and show the fastest one."""
     from eyas.adaptive.cost import cost_key, cost_path, load_costs
-    from eyas.adaptive.goodput import Acceptance, Plan
-    from eyas.adaptive.records import first_chance
-    from eyas.speedup import sizes
+    from eyas.adaptive.goodput import Acceptance, Plan, sizes
+    from eyas.adaptive.memory import first_chance
 
     draft = DraftOptions(draft=job.draft, method=job.method, draft_weights=job.draft_weights, tree="auto")
     llm = load(model, draft, options)

@@ -42,11 +42,7 @@ class SharedKeysValues(NamedTuple):
 
 
 class Net(nn.Module):
-    """An assistant; the names of its weights are the published ones.
-
-    Args:
-        config: the assistant's config, as published.
-    """
+    """An assistant; the names of its weights are the published ones."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -65,19 +61,12 @@ class Net(nn.Module):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of attention of its layers."""
         return tuple(self.text.layer_types)
 
     def forward(
         self, hidden_BQD: Tensor, embeddings_BQD: Tensor, position_BQ: Tensor, seen: Mapping[str, SharedKeysValues]
     ) -> Tensor:
-        """Return `hidden` [B, Q, d] of nodes with these tokens.
-
-        Args:
-            hidden_BQD: the target's feature of the token before, or `next_hidden` of the parent's
-                hidden.
-            seen: by kind of attention.
-        """
+        """Return `hidden` [B, Q, d] of nodes with these tokens."""
         output = self.model(
             inputs_embeds=self.pre_projection(torch.cat([embeddings_BQD, hidden_BQD], dim=-1)),
             position_ids=position_BQ,
@@ -87,22 +76,17 @@ class Net(nn.Module):
             # a number, the default too, makes transformers 5.23 leave nodes out; of a tensor it reads nothing
             logits_to_keep=position_BQ,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def next_hidden(self, hidden: Tensor) -> Tensor:
         """Return what the net reads at a node's children, [..., D], for the node's hidden [..., d]."""
-        next_hidden: Tensor = self.post_projection(hidden)
-        return next_hidden
+        return self.post_projection(hidden)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden [..., d]; -inf outside the most likely clusters."""
-        logits: Tensor = (
-            self.lm_head(hidden)
-            if self.masked_embedding is None
-            else self.masked_embedding(hidden, self.lm_head.weight)
-        )
-        return logits
+        if self.masked_embedding is None:
+            return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.masked_embedding(hidden, self.lm_head.weight)  # type: ignore[no-any-return]
 
     def placed_for(self, target: Target) -> Net:
         """Return the net on the target's device, in its dtype; angles stay float32."""
@@ -129,7 +113,6 @@ class _Clusters(nn.Module):
         self.register_buffer("token_ordering", torch.arange(vocab))
 
     def forward(self, hidden: Tensor, weight_Vd: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden [..., d]."""
         tokens_CM = self.token_ordering.view(self.centroids.out_features, -1)
         tokens = tokens_CM[self.centroids(hidden).topk(self.used).indices].flatten(-2)  # [..., c M]
         found = (weight_Vd[tokens] @ hidden[..., None])[..., 0]
@@ -137,11 +120,7 @@ class _Clusters(nn.Module):
 
 
 def source_layers(target: Target) -> dict[str, int]:
-    """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own.
-
-    Raises:
-        ModelError: no layer has keys and values of one size, or processes share the layers.
-    """
+    """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own."""
     if is_tensor_parallel(target.model):
         why = "processes share the target's layers, and each has the keys of its own heads only"
         raise ModelError(f"{why}: choose another method than gemma4_assistant")
@@ -192,9 +171,7 @@ def _made(config: Mapping[str, Any], source: str) -> Net:
         return Net(config)
     except EyasError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers and huggingface_hub raise errors of many kinds for settings of wrong types
+    except Exception as error:  # the libraries raise errors of many kinds for settings of wrong types
         reason = one_line(error, 120)
         what = f"{source}: transformers makes no assistant from its config.json"
         raise CheckpointError(f"{what} ({type(error).__name__}: {reason})") from error

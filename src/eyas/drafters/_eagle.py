@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -130,11 +131,9 @@ class EagleMethod(DraftMethod):
         layers."""
         backend = self.target.runner.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
-        return (
-            None
-            if backend is None or by_kernels or self.layers > 1
-            else Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
-        )
+        if backend is None or by_kernels or self.layers > 1:
+            return None
+        return Compiled(type(self.decoding_net).forward, backend, "the draft's layer")
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids) if self.embed_tokens is None else self.embed_tokens[ids]
@@ -152,14 +151,9 @@ class EagleMethod(DraftMethod):
         idle = ["window.sink"] if window.sink != default.sink and (trained or not has_window) else []
         idle += ["window.crop"] if window.crop != default.crop and not has_window else []
         if window.size is None and idle:
-            why = (
-                f"this head was trained with a window of {trained}, without sinks"
-                if trained
-                else "this draft has no window"
-            )
-            raise OptionError(
-                f"{' and '.join(idle)}: {why}; give --window.size too, or leave {'them' if idle[1:] else 'it'} out"
-            )
+            with_trained = f"this head was trained with a window of {trained}, without sinks"
+            why, them = with_trained if trained else "this draft has no window", "them" if idle[1:] else "it"
+            raise OptionError(f"{' and '.join(idle)}: {why}; give --window.size too, or leave {them} out")
 
     def window(self) -> tuple[int, int] | None:
         """Return (sink, size) of the draft's window; None without a window."""
@@ -184,11 +178,9 @@ class EagleMethod(DraftMethod):
 
     def describe(self) -> dict[str, Any]:
         window = self.window()
-        return (
-            {}
-            if window is None
-            else {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
-        )
+        if window is None:
+            return {}
+        return {"window": {"sink": window[0], "size": window[1], "crop": self.options.window.crop}}
 
 
 class DynamicEagle(EagleMethod):
@@ -209,6 +201,11 @@ class DynamicEagle(EagleMethod):
 
     def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
         return grow_dynamic(net_steps, cycle_input, self.options.tree)
+
+    def chain(self, depth: int) -> Self:
+        chain = copy(self)
+        chain.options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
+        return chain
 
     def describe(self) -> dict[str, Any]:
         return {**self.options.tree.describe(), **EagleMethod.describe(self)}
@@ -282,16 +279,12 @@ class EagleSession(DraftSession):
         return kept
 
     def copy(self, source: int, row: int, length: int) -> int:
-        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as
-        `truncate` does."""
+        """Copy all slots of the other row, then keep the pairs of the first `length` tokens, as `truncate` does."""
         slots = int(self.length_B[source])
         self.cache.reserve(slots)
         self.cache.copy(source, row, slots)
-        self.length_B[row], self.pairs_B[row], self.max_slots_by_row[row] = (
-            slots,
-            self.pairs_B[source],
-            self.max_slots_by_row[source],
-        )
+        self.length_B[row], self.pairs_B[row] = slots, self.pairs_B[source]
+        self.max_slots_by_row[row] = self.max_slots_by_row[source]
         return self.truncate(row, length)
 
     def begin(self, row: int, cached_tokens: int, total: int) -> None:
@@ -387,11 +380,8 @@ class EagleSession(DraftSession):
         return DraftNetSteps(read, self.drafter.head, expand, self.drafter.draft_ids_v, build_fused)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
-        """Read the pending pairs; returns the net's output [B, D] at the newest one.
-
-        They are padded to the longest path, so that shapes do not depend on values.
-        """
-        P = self.pending_BPF.shape[1]
+        """Read the pending pairs; returns the net's output [B, D] at the newest one."""
+        P = self.pending_BPF.shape[1]  # padded to the longest path, so that shapes do not depend on values
         order_P = torch.arange(P, device=cycle_input.tokens_B.device)
         last_B1, next_BP = self._newest(cycle_input)
         order_BP = order_P.expand(self.rows, P)
@@ -408,8 +398,7 @@ class EagleSession(DraftSession):
         return last_B1, self.pending_tokens_BP.roll(-1, dims=1).scatter(1, last_B1, cycle_input.tokens_B[:, None])
 
     def _mark_pending_read(self, cycle_input: CycleInput) -> None:
-        """Commit the slots of the pending pairs, which have been read, and forget those that left
-        the window."""
+        """Commit the slots of the pending pairs, which have been read, and forget those that left the window."""
         P = self.pending_BPF.shape[1]
         self._mark_read(self.pending_B * cycle_input.active_B)
         if self.window:

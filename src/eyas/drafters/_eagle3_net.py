@@ -54,9 +54,7 @@ class LaterLayer(DecoderLayer):
 class LayeredCache(DraftCache, Protocol):
     """A draft cache of several layers; as a `DraftCache` it is the cache of the first."""
 
-    def draft_layer(self, number: int) -> DraftCache:
-        """Return the cache of one layer."""
-        ...
+    def draft_layer(self, number: int) -> DraftCache: ...
 
 
 class Net(nn.Module):
@@ -68,11 +66,8 @@ class Net(nn.Module):
         D, F = shape.hidden_size, architecture.feature_size * architecture.num_features
         self.architecture = architecture
         self.fc = nn.Linear(F, D, bias=architecture.fc_bias)
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(architecture.feature_size, shape.rms_eps) for _ in range(architecture.num_features))
-            if architecture.fc_norm
-            else None
-        )
+        norms = (RMSNorm(architecture.feature_size, shape.rms_eps) for _ in range(architecture.num_features))
+        self.fc_norm = nn.ModuleList(norms) if architecture.fc_norm else None
         self.input_norm = RMSNorm(F, shape.rms_eps) if architecture.norm_before_fc else None
         self.layer = Layer(shape)
         self.later = nn.ModuleList(LaterLayer(shape) for _ in range(architecture.layers - 1))
@@ -89,9 +84,7 @@ class Net(nn.Module):
         return features
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the hidden [..., D] of the target's features [..., F]."""
-        fused: Tensor = self.fc(self.fc_input(features))
-        return fused
+        return self.fc(self.fc_input(features))  # type: ignore[no-any-return]
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention [..., 2D], and the residual to which its output is added [..., D]."""
@@ -104,12 +97,10 @@ class Net(nn.Module):
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the head, from the hidden that `forward` returned."""
-        normed: Tensor = hidden if self.architecture.norm_output else self.norm(hidden)
-        return normed
+        return hidden if self.architecture.norm_output else self.norm(hidden)
 
     @property
     def later_layers(self) -> list[LaterLayer]:
-        """The layers after the first."""
         return [layer for layer in self.later if isinstance(layer, LaterLayer)]
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: LayeredCache) -> None:
@@ -154,8 +145,7 @@ class Net(nn.Module):
 
 
 class ParallelNet(Net):
-    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE,
-    arXiv 2602.01469)."""
+    """A net that also reads masks, which stand for features and tokens not known yet (P-EAGLE, arXiv 2602.01469)."""
 
     def __init__(self, shape: LayerShape, architecture: Architecture) -> None:
         super().__init__(shape, architecture)
@@ -166,14 +156,7 @@ class ParallelNet(Net):
         self, features_NF: Tensor, embed: Callable[[Tensor], Tensor], mask_D: Tensor, rows_M: Tensor, documents: Documents, steps: int,
         gradient_checkpointing: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the hidden [M, D] at the slots `rows_M`, and at each of the masks after them.
-
-        Args:
-            mask_D: the embedding of the mask's token.
-            steps: predictions from each slot, the masks' and its own.
-
-        The other arguments are as for `training_time_test`.
-        """
+        """Return the hidden [M, D] at the slots `rows_M`, and at each of the masks after them."""
         N, device = len(features_NF), features_NF.device
         passes = PackedPasses(self, rows_M, documents, device, gradient_checkpointing)
         following_ND = embed((torch.arange(N, device=device) + 1).clamp(max=N - 1))
@@ -237,8 +220,6 @@ class PackedPasses:
         keys: KeysValues,
         later: list[KeysValues],
     ) -> Tensor:
-        """Return the layer's output [M, D]."""
-
         def compute(x_MD: Tensor, residual_MD: Tensor) -> Tensor:
             return layer.finish(residual_MD, layer.attention.attend_packed(x_MD, position_M, queries, keys, later))
 

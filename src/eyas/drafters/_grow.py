@@ -38,15 +38,18 @@ from torch import Tensor
 
 from eyas.core.adjustments import Adjustments
 from eyas.core.drafter import CycleInput, TreeSize
+from eyas.core.features import RowNodes
 from eyas.core.params import is_number
 from eyas.core.sampling import GumbelNoise, apply_sampling_rows, probs
 from eyas.core.tree import Choices, Draft, FullDraft, Tree
-from eyas.drafters._allowed import PartialTree, has_masks, only_allowed
 from eyas.drafters._options import check_choice, check_whole
 from eyas.errors import OptionError
 from eyas.nn import DraftKVCache
 
-__all__ = ["DraftNetSteps", "DynamicTree", "FusedTreeBuilder", "WindowTreeBuilder", "grow_dynamic", "grow_static"]
+__all__ = [
+    "DraftNetSteps", "DynamicTree", "FusedTreeBuilder", "PartialTree", "WindowTreeBuilder", "grow_dynamic",
+    "grow_static", "has_masks", "only_allowed",
+]  # fmt: skip
 
 NOISES = ("coupled", "none")
 EXPANSIONS = ("value", "confidence")
@@ -196,8 +199,7 @@ class DraftNetSteps:
 
 
 def _log_q(logits: Tensor) -> Tensor:
-    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN
-    becomes -inf."""
+    """Log softmax in float32. At most 0, so that no child has a higher value than its parent; NaN becomes -inf."""
     return logits.float().log_softmax(-1).nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0.0)
 
 
@@ -410,8 +412,7 @@ def _kept(
 
 @dataclass(frozen=True)
 class _StaticLevel:
-    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and
-    these children."""
+    """One step of growing a static tree: the nodes of a level that have children (inner nodes), and these children."""
 
     inner_Q: Tensor  # node numbers of the inner nodes
     parent_Q: Tensor  # node numbers of their parents
@@ -521,3 +522,56 @@ def grow_static(
         acceptable_BN[:, level.child_M] = key_BQK.flatten(1)[:, level.flat_M] > -math.inf
     tree = Tree(shape.parents_BN, acceptable_BN, shape.depth_BN, shape.mask_BNN, shape.max_depth)
     return Draft(tree, tokens_BN, log_q_BN, q_BNV, block_verification and q_BNV is not None)
+
+
+class PartialTree(NamedTuple):
+    """A tree that grows, and the nodes whose children are sought."""
+
+    parents_BM: Tensor  # int64; a parent before its children, -1 for the root
+    tokens_BM: Tensor  # int64
+    nodes_Q: Tensor  # int64; node numbers
+
+    @classmethod
+    def root(cls, cycle_input: CycleInput) -> PartialTree:
+        tokens_B1 = cycle_input.tokens_B[:, None]
+        return cls(torch.full_like(tokens_B1, -1), tokens_B1, torch.zeros_like(tokens_B1[0]))
+
+    def with_level(self, parent_BK: Tensor, tokens_BK: Tensor) -> PartialTree:
+        """Return the tree with a level more, whose children are sought next."""
+        M, K = self.parents_BM.shape[1], tokens_BK.shape[1]
+        parents_BM = torch.cat([self.parents_BM, self.nodes_Q[parent_BK]], dim=1)
+        return PartialTree(
+            parents_BM, torch.cat([self.tokens_BM, tokens_BK], dim=1), torch.arange(M, M + K, device=tokens_BK.device)
+        )
+
+
+def has_masks(cycle_input: CycleInput) -> bool:
+    """Return whether a constraint says which tokens may follow in any row."""
+    return any(feature.masks for features in cycle_input.features for feature in features)
+
+
+def only_allowed(
+    logits_BQv: Tensor, cycle_input: CycleInput, partial_tree: PartialTree | None, draft_ids_v: Tensor | None
+) -> Tensor:
+    """Return the logits with -inf for the tokens that the constraint of their row forbids; the same tensor
+    without constraints.
+
+    Args:
+        logits_BQv: of the nodes `partial_tree.nodes_Q`.
+        partial_tree: None is enough without constraints.
+        draft_ids_v: the target's ids of a draft vocabulary that is smaller than the target's.
+    """
+    if not has_masks(cycle_input):
+        return logits_BQv
+    assert partial_tree is not None
+    masked_BQv, nodes = logits_BQv.clone(), partial_tree.nodes_Q.tolist()
+    for b, feature in ((b, f) for b, features in enumerate(cycle_input.features) for f in features if f.masks):
+        parents, tokens = partial_tree.parents_BM[b].tolist(), partial_tree.tokens_BM[b].tolist()
+        open_nodes = cycle_input.ends[b].open_nodes(parents, tokens)
+        # verification reports failures
+        mask_NV, _ = feature.mask(RowNodes(parents, tokens, cycle_input.row_tokens[b], open_nodes))
+        mask_QV = mask_NV[nodes].to(logits_BQv.device)
+        mask_Qv = mask_QV if draft_ids_v is None else mask_QV[:, draft_ids_v]
+        some_Q1 = mask_Qv.any(-1, keepdim=True)  # where nothing may follow, drafts may be anything
+        masked_BQv[b].masked_fill_(~mask_Qv & some_Q1, -torch.inf)
+    return masked_BQv

@@ -35,9 +35,6 @@ LAYER_KEYS = (
 NetT = TypeVar("NetT", bound=nn.Module)
 
 
-# --- a new net
-
-
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Make new tensors on the device within this context, with torch's random numbers from `seed`; afterwards its
@@ -77,9 +74,6 @@ def final_scale(target: Target) -> Tensor:
 def place_net(net: NetT, target: Target) -> NetT:
     """Return the net on the target's device, in its dtype, for inference."""
     return net.to(device=target.device, dtype=target.dtype).eval()
-
-
-# --- a checkpoint
 
 
 def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[str, tuple[str, int]]) -> Weights:
@@ -179,9 +173,6 @@ def _own_embedding(weights: Weights, target: Target) -> Tensor | None:
         return table
     every_V = torch.arange(target.vocab_size, device=target.device)
     return None if torch.allclose(table, target.embed(every_V), rtol=1e-2, atol=1e-3) else table
-
-
-# --- the shape of a decoder layer
 
 
 def layer_shape(config: Mapping[str, Any]) -> LayerShape:

@@ -41,7 +41,6 @@ class MatchRates:
         self._counts, self._hits = [0] * (LONGEST + 1), [0] * (LONGEST + 1)
 
     def count(self, length: int, hit: bool) -> None:
-        """Count a match of this length that was right, or was not."""
         place = min(length, LONGEST)
         self._counts[place] += 1
         self._hits[place] += hit
@@ -70,7 +69,6 @@ class Index(ABC):
         """Add a token to the text."""
 
     def cut(self, length: int) -> None:
-        """Cut the text to its first `length` tokens."""
         if length < len(self.tokens):
             tokens = self.tokens[:length]
             self._clear()

@@ -10,10 +10,14 @@ token t+2:
 
 In the tree the net reads its own predicted features. Siblings are the most probable tokens (greedy
 rows), or sampled without replacement. `--head.inputs` selects a net of the paper's ablation
-(section 5.3.2), see `_eagle1_net`.
+(section 5.3.2), which differs in its input at slot t:
 
-This file has options, weights and loss. `_eagle.py` has the session, which runs the net in each
-cycle, and `_grow.py` grows the tree.
+    shifted      [ embedding of token t+1 ; feature of token t ]     EAGLE: the feature, and the token that was sampled after it
+    unshifted    [ embedding of token t   ; feature of token t ]     does not know token t+1, so all siblings get the same children
+    feature      feature of token t                                  does not know token t+1 either
+    token        embedding of token t+1                              a language model of one layer
+
+`_eagle.py` has the session, which runs the net in each cycle, and `_grow.py` grows the tree.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, D hidden, V vocabulary.
 """
@@ -25,15 +29,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.checkpoints import Weights
+from eyas.checkpoints.safeailab import INPUTS
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window
-from eyas.drafters._eagle1_net import INPUTS, Net
 from eyas.drafters._grow import DraftNetSteps, grow_static
 from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
@@ -50,10 +54,52 @@ from eyas.drafters._options import check_choice
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.losses import smooth_l1, soft_cross_entropy_of
-from eyas.nn import LayerShape
-from eyas.nn.fitting import before_others, least_squares, told
+from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
 
 __all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
+
+
+class Net(nn.Module):
+    """fc over the inputs, then one decoder layer. In the tree a step reads the hidden of the step
+    before: its predicted feature.
+
+    The unshifted net reads the token's own embedding too, so its hidden is [embedding ; predicted
+    feature], of width 2D.
+    """
+
+    def __init__(self, shape: LayerShape, fc_bias: bool = True, inputs: str = "shifted") -> None:
+        super().__init__()
+        D, joined = shape.hidden_size, inputs in ("shifted", "unshifted")
+        self.inputs = inputs
+        self.fc = nn.Linear(2 * D, D, bias=fc_bias) if joined else nn.Identity()
+        self.layer = DecoderLayer(shape)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """Return the input of the decoder layer [..., D]. `embeddings` belong to tokens t+1."""
+        inputs = {"shifted": (embeddings, hidden), "unshifted": (hidden,), "feature": (hidden,), "token": (embeddings,)}
+        return self.fc(torch.cat(inputs[self.inputs], dim=-1))  # type: ignore[no-any-return]
+
+    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
+
+    def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
+        """Return the next hidden [R, N, D]."""
+        x_RND = self.join(hidden_RND, embeddings_RND)
+        feature_RND = self.layer.decode(x_RND, x_RND, position_RN, cache)
+        return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
+
+    def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
+        """Return, for training, the predicted features [M, D] at the slots `rows_M` of packed documents."""
+        x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
+        attention, x_MD = self.layer.attention, x_ND[rows_M]
+        keys = attention.rotated_key_value(x_ND, position_N)
+        return self.layer.finish(
+            x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys)
+        )
+
 
 # The 25 choices of the EAGLE reference for 7B models, level by level; a digit is a rank among siblings.
 _REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100  0000 0001 0002  00000 00001"
@@ -230,11 +276,9 @@ class Method(EagleMethod):
 
     def net_inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Return the net's `hidden` input for tokens [...] whose features [..., D] come from the target."""
-        return (
-            torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
-            if self.net.inputs == "unshifted"
-            else features
-        )
+        if self.net.inputs != "unshifted":
+            return features
+        return torch.cat([self.embed(tokens).to(features.dtype), features], dim=-1)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.target.head(hidden[..., -self.target.hidden_size :].to(self.target.dtype))
@@ -265,23 +309,6 @@ class Method(EagleMethod):
         return {**description, **super().describe()}
 
     # --- training
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        return self.feature_layers if self.net.inputs == "shifted" else ()
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`: fc gives the next feature, to which the layer adds nothing yet."""
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        features_MD, goal_MD = batch.features_NF[now_M].float(), batch.features_NF[now_M + 1].float()
-        inputs_MX = torch.cat([self.embed(batch.tokens_N[now_M + 1]).float(), features_MD], dim=1)
-        map_DX = least_squares(inputs_MX, goal_MD)
-        projection: Any = self.net.fc
-        projection.weight.copy_(map_DX)
-        for added in (self.net.layer.attention.o, self.net.layer.mlp.down):
-            added.weight.zero_()
-        return told(inputs_MX @ map_DX.T, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the

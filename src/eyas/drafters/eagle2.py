@@ -9,7 +9,7 @@ tokens are those of plain decoding with the same seed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eyas.drafters import eagle1
 from eyas.drafters._eagle import DynamicEagle
@@ -30,6 +30,9 @@ class Method(DynamicEagle, eagle1.Method):
 
     Options: ClassVar[type] = Options
     summary = "EAGLE-2: EAGLE-1's net, dynamic tree by confidence"
+
+    def chain(self, depth: int) -> Any:
+        return eagle1.Method.chain(self, depth)
 
     def resolve_tree(self) -> None:
         """Do nothing: every shape that the options allow can be grown."""

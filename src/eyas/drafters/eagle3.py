@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -55,7 +55,6 @@ from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.losses import DraftLosses, draft_losses, smooth_l1
 from eyas.nn import Documents, LayerShape
-from eyas.nn.fitting import attend_to_itself, before_others, copy_layer, least_squares, own_attention, told
 
 __all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
@@ -159,17 +158,13 @@ class Method(DynamicEagle):
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Load a head. Raise CheckpointError unless its sizes are the target's, and all tensors and no others are there."""
-        own_table = weights is not None and EMBEDDING in weights.tensors
-        weights = check_head(
-            weights,
-            cls.head_format,
-            cls.label,
-            {
-                "target_hidden_size": ("target's hidden size", target.hidden_size),
-                "vocab_size": ("vocabulary", target.vocab_size),
-                **({} if own_table else {"hidden_size": ("hidden size", target.hidden_size)}),
-            },
-        )
+        sizes = {
+            "target_hidden_size": ("target's hidden size", target.hidden_size),
+            "vocab_size": ("vocabulary", target.vocab_size),
+        }
+        if weights is None or EMBEDDING not in weights.tensors:
+            sizes["hidden_size"] = ("hidden size", target.hidden_size)
+        weights = check_head(weights, cls.head_format, cls.label, sizes)
         config, options = weights.config, options or cls.Options()
         cls.check_window(options.window, config.get("window"))
         if config["head"] == "target" and config["hidden_size"] != target.hidden_size:
@@ -230,7 +225,7 @@ class Method(DynamicEagle):
         cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
     ) -> Self:
         """Return a head whose training begins: norm and head are copies of the target's, and the layers add nothing
-        yet. `fit_start` fits the rest.
+        yet. `eyas_train.start` fits the rest.
 
         The draft vocabulary has the most frequent tokens of `counts_V`.
         """
@@ -250,48 +245,6 @@ class Method(DynamicEagle):
                 rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
                 net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
         return method
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        """See `eyas_train.start.FitsStart`: the fused ones, the input of the first copied layer, the final norm."""
-        L = self.target.num_layers
-        return (*self.feature_layers, L - len(self.net.later_layers), L)
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`. A net that has no head of its own, or another width than the target, keeps its weights."""
-        net, D, L = self.net, self.target.hidden_size, self.target.num_layers
-        if net.head is None or self.shape.hidden_size != D:
-            return ""
-        features_NF, state_ND, final_ND = torch.split(
-            batch.features_NF.float(), [len(self.feature_layers) * D, D, D], dim=1
-        )
-        copied = [
-            copy_layer(layer, layer.input_norm, theirs)
-            for layer, theirs in zip(
-                net.later_layers, self.target.family.layers[L - len(net.later_layers) :], strict=True
-            )
-        ]
-        is_copied = bool(copied) and all(copied)
-        for layer in () if is_copied else net.later_layers:  # as new: they add nothing
-            layer.attention.o.weight.zero_()
-            layer.mlp.down.weight.zero_()
-        scale_D = final_scale(self.target).float()
-        before_norm_ND = final_ND / scale_D
-        goal_ND = state_ND if is_copied else before_norm_ND
-        read_ND = final_ND if net.architecture.norm_output else before_norm_ND
-        net.fc.weight.copy_(least_squares(net.fc_input(features_NF), read_ND))
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        inputs_MX, residual_MD = net.join(
-            net.fuse(features_NF[now_M]), self.embed(batch.tokens_N[now_M + 1]).to(features_NF.dtype)
-        )
-        change_MD = goal_ND[now_M + 1] - residual_MD
-        attend_to_itself(net.layer.attention, least_squares(inputs_MX, change_MD), inputs_MX)
-        out_MD = residual_MD + own_attention(net.layer.attention, inputs_MX)
-        net.layer.mlp.down.weight.zero_()
-        if goal_ND is before_norm_ND:  # predictions have less variance than their goal: so the head is less sure
-            net.norm.weight.copy_(scale_D * out_MD.square().mean().sqrt())
-        return told(out_MD, goal_ND[now_M + 1])
 
     def weights(self) -> Weights:
         architecture = self.net.architecture
@@ -326,15 +279,6 @@ class Method(DynamicEagle):
         net: Net = self.decoding_net
         normed = net.head_input(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
-
-    def chain(self, depth: int) -> Self:
-        options = replace(self.options, tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1))
-        chain = type(self)(
-            self.target, options, self.net, self.shape, self.feature_layers, self.draft_ids_v, self.embed_tokens
-        )
-        chain.trained_length = self.trained_length
-        chain.trained_window = self.trained_window
-        return chain
 
     # --- training
 

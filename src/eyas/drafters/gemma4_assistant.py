@@ -67,8 +67,6 @@ class Method(DraftMethod):
         layers = source_layers(target)
         self.layers = {kind: layers.get(kind, max(layers.values())) for kind in dict.fromkeys(net.kinds)}
 
-    # --- weights
-
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         return cls(
@@ -78,8 +76,6 @@ class Method(DraftMethod):
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         return cls(target, options, random_net(target, seed))
-
-    # --- drafting
 
     @property
     def max_tree(self) -> TreeSize | None:
@@ -104,7 +100,6 @@ class Method(DraftMethod):
     def _read(
         self, seen: Mapping[str, SharedKeysValues], cycle_input: CycleInput, tokens_BQ: Tensor, hidden_BQD: Tensor
     ) -> Tensor:
-        """Run the net once, and return the hidden [B, Q, d]."""
         Q = tokens_BQ.shape[1]
         masked = {kind: each._replace(mask_B1QW=each.mask_B1QW.expand(-1, -1, Q, -1)) for kind, each in seen.items()}
         hidden_BQd: Tensor = self.net(

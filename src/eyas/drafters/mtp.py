@@ -4,7 +4,7 @@ arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2) drafts for it.
 The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads
 pairs (feature of token t, token t+1) as EAGLE's net does, and predicts token t+2; applied again to
 its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows the tree, `_mtp_net.py`
-wraps transformers' class, and `_mtp_llama.py` computes it by kernels where its layer is LLaMA's. Of
+wraps transformers' class, and computes it by kernels where its layer is LLaMA's. Of
 several modules the first one is applied in all steps.
 
 Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins
@@ -35,14 +35,11 @@ from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._method import Batch, Loss
-from eyas.drafters._mtp_llama import llama_net
-from eyas.drafters._mtp_net import LayoutCache, Net, load_net, new_net, random_net
+from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import Predictions, SelfTraining
 from eyas.errors import CheckpointError, ModelError
 from eyas.losses import FrozenHead, draft_losses
-from eyas.nn import norm_scale
-from eyas.nn.fitting import before_others, least_squares, told
 
 __all__ = ["Method", "Options"]
 
@@ -91,8 +88,6 @@ class Method(DynamicEagle):
                 f"the lm_head of a {target.family.model_type} cannot be applied to drafts: choose another method than mtp"
             )
         self.net, self.shape, self.feature_layers = net, target_layer_shape(target), (target.num_layers,)
-
-    # --- weights
 
     @classmethod
     def from_pretrained(cls, source: str | Path | None, target: Target, options: Any = None) -> Drafter:
@@ -146,8 +141,6 @@ class Method(DynamicEagle):
         }
         return saved_head(self.head_format, config, self.net, self.target)
 
-    # --- drafting
-
     @cached_property
     def decoding_net(self) -> Any:
         """The module by eyas' own layer, where the target's runner has kernels for that; else the
@@ -166,31 +159,6 @@ class Method(DynamicEagle):
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
-
-    def chain(self, depth: int) -> Method:
-        return Method(self.target, Options(tree=DynamicTree(nodes=depth + 1, depth=depth, branch=1)), self.net)
-
-    # --- training
-
-    @property
-    def start_layers(self) -> tuple[int, ...]:
-        return self.feature_layers if self.is_new else ()
-
-    @torch.no_grad()
-    def fit_start(self, batch: Batch) -> str:
-        """See `nn/fitting.py`: eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the
-        target's last layer behind a fit of its input predicted less (docs/lab/log.md)."""
-        now_M = before_others(batch.documents, batch.tokens_N.device)
-        goal_MD = batch.features_NF[now_M + 1].float()
-        inputs_MX = self.net.joined(batch.features_NF[now_M].float(), self.embed(batch.tokens_N[now_M + 1]).float())
-        map_DX = least_squares(inputs_MX, goal_MD)
-        predicted_MD = inputs_MX @ map_DX.T
-        module: Any = self.net.module
-        module.eh_proj.weight.copy_(map_DX)
-        last_norm: Any = module.post_norm if self.net.shared_norm is None else self.net.shared_norm
-        if last_norm is not None:  # predictions have less variance than their goal: so the head is less sure
-            last_norm.weight += predicted_MD.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(goal_MD[0]))
-        return told(predicted_MD, goal_MD)
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return the objective, by default the cross-entropy with the target's distribution, summed over

@@ -107,8 +107,6 @@ class Method(eagle3.Method):
             self.options = replace(self.options, tree=replace(tree, depth=min(tree.depth, levels)))
         return self
 
-    # --- weights
-
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         method = super().load(weights, target, options)
@@ -136,16 +134,12 @@ class Method(eagle3.Method):
         base = super().weights()
         return replace(base, config={**base.config, "mask_token": self.mask_token, "levels": self.levels})
 
-    # --- drafting
-
     def open(self, rows: int) -> DraftSession:
         return ParallelSession(self, rows)
 
     def chain(self, depth: int) -> Self:
         """Return the method with a chain, at most as deep as the head was trained for."""
         return super().chain(depth)._with_masks(self.mask_token, self.levels)
-
-    # --- training
 
     @property
     def ttt_options(self) -> eagle3.TrainingTimeTest:

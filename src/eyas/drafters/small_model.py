@@ -112,11 +112,9 @@ class DraftOptions:
     def dynamic_tree(self) -> DynamicTree | None:
         """Return the dynamic tree; None without `dynamic.nodes`. Raise OptionError for bad numbers."""
         dynamic = self.dynamic
-        return (
-            None
-            if dynamic.nodes is None
-            else DynamicTree(dynamic.nodes, self.depth or DEPTH, dynamic.branch, dynamic.noise)
-        )
+        if dynamic.nodes is None:
+            return None
+        return DynamicTree(dynamic.nodes, self.depth or DEPTH, dynamic.branch, dynamic.noise)
 
     def choices(self) -> Choices:
         """Return the static tree; raise OptionError when it is bad."""
@@ -415,11 +413,9 @@ class LanguageModelSession(DraftSession):
     def _target_logits(self, logits: Tensor) -> Tensor:
         """Return logits over the target's vocabulary; a token that only one of the two models has is never drafted."""
         both, whole = self.drafter.vocab_size, self.drafter.target.vocab_size
-        return (
-            logits
-            if logits.shape[-1] == both == whole
-            else F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
-        )
+        if logits.shape[-1] == both == whole:
+            return logits
+        return F.pad(logits[..., :both], (0, whole - both), value=-torch.inf)
 
 
 def check_vocabulary(draft: Target, target: Target) -> None:
@@ -438,21 +434,17 @@ def check_vocabulary(draft: Target, target: Target) -> None:
     both = target_tokens.keys() & draft_tokens.keys()
     other = [i for i in sorted(both) if target_tokens[i] != draft_tokens[i]]
     if other or not both:
-        where = (
-            f": token {other[0]} is {draft_tokens[other[0]]!r} there and {target_tokens[other[0]]!r} in the target"
-            if other
-            else ""
-        )
+        where = ""
+        if other:
+            i = other[0]
+            where = f": token {i} is {draft_tokens[i]!r} there and {target_tokens[i]!r} in the target"
         raise CheckpointError(
             f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer"
         )
 
 
 def _vocabulary(model: Target, local: bool) -> dict[int, str] | None:
-    """Return the tokens of a model's tokenizer by id; None without a tokenizer.
-
-    local: do not fetch one from the hub.
-    """
+    """Return the tokens of a model's tokenizer by id; None without a tokenizer."""
     try:
         if model.name == "embedded":
             tokenizer = tiny.tokenizer()

@@ -60,8 +60,7 @@ class Options:
 
 
 class _Match(NamedTuple):
-    """An end of the text and of a node's path that occurs earlier in the text, from where it may go
-    on."""
+    """An end of the text and of a node's path that occurs earlier in the text, from where it may go on."""
 
     node: int
     state: int

@@ -23,7 +23,6 @@ def features(
     constraint: Constraint | None,
     prediction: tuple[int, ...],
 ) -> tuple[RequestFeature, ...]:
-    """Return the features that these parameters ask for."""
     made: list[RequestFeature] = []
     if processors or constraint is not None:
         made.append(Guidance(tuple(map(check_processor, processors)), constraint))

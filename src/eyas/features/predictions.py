@@ -54,11 +54,7 @@ class Predicted(RequestFeature):
 
 
 class _RowPrediction(RowFeature):
-    """The prediction of one row's text.
-
-    Args:
-        read: how many tokens of the row's text `prediction` has read, or need not read.
-    """
+    """The prediction of one row's text."""
 
     guides = True
 
@@ -104,7 +100,6 @@ class Prediction:
             self._next_positions[token].append(index)
 
     def read(self, token: int) -> None:
-        """Read the answer's next token."""
         self._answer = [*self._answer[1 - MAX_MATCH :], token]
         if not self.unmatched and self.text[self.position : self.position + 1] == [token]:
             self.position += 1
@@ -131,16 +126,11 @@ class Prediction:
     def continuations(self) -> list[Continuation]:
         """Return possible continuations of the answer, the most probable first."""
         if self.unmatched:
-            positions = (
-                sorted({self.position + self.unmatched, self.position}, reverse=True)
-                if self.unmatched <= MAX_UNMATCHED_TOKENS
-                else []
-            )
-            return [
-                Continuation(self.text[position : position + MAX_UNMATCHED_TOKENS], 0.3)
-                for position in positions
-                if position < len(self.text)
-            ]
+            if self.unmatched > MAX_UNMATCHED_TOKENS:
+                return []
+            positions = sorted({self.position + self.unmatched, self.position}, reverse=True)
+            texts = (self.text[position : position + MAX_UNMATCHED_TOKENS] for position in positions)
+            return [Continuation(text, 0.3) for text in texts if text]
         started = self.matched or not self.position
         count = min(self.max_tokens, FIRST_TOKENS if not self.matched else 2 * self.matched + 2) if started else 0
         tokens = self.text[self.position : self.position + count]

@@ -17,17 +17,14 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from eyas.errors import OptionError
-from eyas.grammar._llguidance import LLGuidance, LLMatcher
+from eyas.grammar._llguidance import GrammarConstraint, LLGuidance, LLMatcher
 from eyas.grammar._structure import KEYWORDS, Structure, json_rule, structure_of
 from eyas.grammar._vocabulary import Vocabulary
-from eyas.grammar._walk import GrammarConstraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "json_rule", "structure_of",
-]  # fmt: skip
+__all__ = ["KEYWORDS", "GrammarConstraint", "Grammars", "Structure", "json_rule", "structure_of"]
 
 MAX_COMPILED = 64  # structures that are kept compiled
 

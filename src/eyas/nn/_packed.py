@@ -19,6 +19,8 @@ head size, I later steps, b rows of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.nn._flash import PaddedRows, flash_attention
+from eyas import elsewhere
+from eyas.errors import OptionError
 
 __all__ = ["Documents", "QueryRows", "packed_attention"]
 
@@ -85,9 +88,15 @@ class QueryRows:
         return tuple(blocks)
 
     @cached_property
-    def padded(self) -> PaddedRows | None:
-        """The rows for flash attention; None where a token is several queries, as in the training of block heads."""
-        return None if bool((self.rows_M.diff() == 0).any()) else PaddedRows.of(self.lengths, self.rows_M)
+    def flash(self) -> Callable[..., Tensor] | None:
+        """Attention of these rows by torch's flash kernels; None without eyas-train, and where a token is several
+        queries, as in the training of block heads."""
+        if bool((self.rows_M.diff() == 0).any()):
+            return None
+        with suppress(OptionError):
+            found: Callable[..., Tensor] = elsewhere.part("flash", "training").attention_of(self.lengths, self.rows_M)
+            return found
+        return None
 
 
 def packed_attention(
@@ -100,7 +109,7 @@ def packed_attention(
     """Return the attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the
     same row.
 
-    On CUDA torch's flash kernels compute it in half precision; elsewhere `_Packed` does.
+    On CUDA torch's flash kernels compute it in half precision, if eyas-train is installed; else `_Packed` does.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
@@ -109,8 +118,8 @@ def packed_attention(
     if later_IMKh is None:
         empty = q_MHh.new_zeros(0, q_MHh.shape[0], *key_NKh.shape[1:])
         later_IMKh = (empty, empty)
-    if q_MHh.is_cuda and q_MHh.dtype in (torch.float16, torch.bfloat16) and queries.padded is not None:
-        return flash_attention(q_MHh, key_NKh, value_NKh, later_IMKh, queries.padded)
+    if q_MHh.is_cuda and q_MHh.dtype in (torch.float16, torch.bfloat16) and queries.flash is not None:
+        return queries.flash(q_MHh, key_NKh, value_NKh, later_IMKh)
     out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, queries.rows_M, queries.blocks)  # type: ignore[no-untyped-call]
     return out
 
@@ -134,7 +143,6 @@ def _group(x_bHh: Tensor, groups: int) -> Tensor:
 
 
 def _flat(x_Kgbh: Tensor) -> Tensor:
-    """Return [K, g, b, h] as [b, H, h]."""
     K, g, b, h = x_Kgbh.shape
     return x_Kgbh.permute(2, 0, 1, 3).reshape(b, K * g, h)
 
@@ -157,11 +165,9 @@ class _Packed(torch.autograd.Function):
         M, H, h = q_MHh.shape
         K, dtype = k_NKh.shape[1], torch.promote_types(q_MHh.dtype, torch.float32)
         later_IMKg = _later_scores(q_MHh, lk_IMKh)
-        later_lse_MKg = (
-            torch.logsumexp(later_IMKg, 0)
-            if len(later_IMKg)
-            else q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
-        )
+        later_lse_MKg = q_MHh.new_full((M, K, H // K), -torch.inf, dtype=dtype)
+        if len(later_IMKg):
+            later_lse_MKg = torch.logsumexp(later_IMKg, 0)
         out_MHh, lse_MKg = torch.empty_like(q_MHh), torch.empty_like(later_lse_MKg)
         for block in blocks:
             first, last, begin, end = block
@@ -189,20 +195,13 @@ class _Packed(torch.autograd.Function):
         dk, dv = (torch.zeros(x.shape, dtype=lse_MKg.dtype, device=x.device) for x in (k_NKh, v_NKh))
         for block in ctx.blocks:
             first, last, begin, end = block
-            p = (
-                _scores(q_MHh, k_NKh, rows_M, block)
-                .sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None])
-                .exp_()
-                .flatten(1, 2)
-            )
+            scores = _scores(q_MHh, k_NKh, rows_M, block)
+            p = scores.sub_(lse_MKg[first:last].permute(1, 2, 0)[..., None]).exp_().flatten(1, 2)
             q_KXh, grad_KXh = (_group(x[first:last], K).flatten(1, 2) for x in (q_MHh, grad_MHh))
             dv[begin:end] += torch.bmm(p.to(v_NKh.dtype).transpose(1, 2), grad_KXh).transpose(0, 1)
             dp = torch.bmm(grad_KXh, v_NKh[begin:end].permute(1, 2, 0)).to(p.dtype)
-            ds = (
-                p.mul_(dp.sub_(delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None]))
-                .mul_(scale)
-                .to(q_MHh.dtype)
-            )
+            delta_KX1 = delta_MKg[first:last].permute(1, 2, 0).flatten(1)[..., None]
+            ds = p.mul_(dp.sub_(delta_KX1)).mul_(scale).to(q_MHh.dtype)
             dk[begin:end] += torch.bmm(ds.transpose(1, 2), q_KXh).transpose(0, 1)
             dq[first:last] = _flat(torch.bmm(ds, k_NKh[begin:end].transpose(0, 1)).view(K, H // K, last - first, h))
         dlk, dlv = torch.zeros_like(lk_IMKh), torch.zeros_like(lv_IMKh)

@@ -12,7 +12,6 @@ What takes a short time tells what the pool holds, so requests of different owne
 one: `Pools` keeps one for each owner.
 """
 
-from eyas.recall.feature import Pools, Recalled
-from eyas.recall.pool import Pool
+from eyas.recall.feature import Pool, Pools, Recalled
 
 __all__ = ["Pool", "Pools", "Recalled"]

@@ -7,7 +7,7 @@ loading.py        make the `Target`
 adapters.py       LoRA and the like: merged, or chosen by requests
 quantised.py      layers that a library keeps quantised
 placement.py      layers on several devices, weights that wait elsewhere or are split over processes
-recurrent.py      states of Mamba, delta nets and convolutions (levels.py, state_modules.py)
+recurrent.py      states of Mamba, delta nets and convolutions (state_modules.py)
 media.py          prompts with images
 fingerprints.py   whether a target is the one that a head was trained for; doubts about a head
 plug_target.py    by which `eyas.load` finds GGUF files (core/sockets.py)

@@ -34,11 +34,7 @@ REASON_LENGTH = 120  # characters of a library's message that are shown
 
 
 def fault(folder: Path, files: str) -> str:
-    """Return the first thing that is wrong with files of a folder, on one line; "" if nothing is found.
-
-    Args:
-        files: a key of `JSON_FILES`; or "layers": whether config.json asks for too many of them.
-    """
+    """Return the first thing that is wrong with files of a folder, on one line; "" if nothing is found."""
     return next(_faults(folder, files), "")
 
 

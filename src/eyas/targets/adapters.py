@@ -37,15 +37,9 @@ from eyas.targets.pretrained import BASE, REASON_LENGTH, is_missing_path, is_pef
 from eyas.targets.quantised import library_of
 
 __all__ = [
-    "AdapterSet",
-    "AdapterView",
-    "Extension",
-    "adapters_of",
-    "add_adapter_layers",
-    "digest",
-    "merge",
+    "AdapterSet", "AdapterView", "Extension", "adapters_of", "add_adapter_layers", "digest", "merge",
     "target_with_adapters",
-]
+]  # fmt: skip
 
 log = logging.getLogger(__name__)  # the command line prints these messages
 
@@ -213,7 +207,6 @@ class AdapterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all adapters."""
         return tuple(self._inner)
 
     @property
@@ -312,8 +305,7 @@ def _check_kind(name: str, config: Any) -> None:
 
 
 def _check_keys(folder: str | Path, read: Any) -> None:
-    """Raise ModelError if the model has no place for a tensor of the adapter, or the adapter lacks
-    one."""
+    """Raise ModelError if the model has no place for a tensor of the adapter, or the adapter lacks one."""
     if read.unexpected_keys:
         raise ModelError(
             f"adapter {str(folder)!r} was made for another model: there is no place for {read.unexpected_keys[0]}"
@@ -325,8 +317,7 @@ def _check_keys(folder: str | Path, read: Any) -> None:
 
 @contextmanager
 def _peft_errors(folder: str | Path) -> Iterator[None]:
-    """Turn exceptions of PEFT into a ModelError of one line. FutureWarnings that PEFT raises are
-    hidden."""
+    """Turn exceptions of PEFT into a ModelError of one line. FutureWarnings that PEFT raises are hidden."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

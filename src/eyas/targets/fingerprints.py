@@ -17,15 +17,9 @@ from eyas.targets import quantised
 from eyas.targets.placement import value_of
 
 __all__ = [
-    "Origin",
-    "base_has_fingerprint",
-    "doubts",
-    "fingerprint",
-    "fingerprint_of",
-    "has_fingerprint",
-    "remember_fingerprint",
-    "same_weights",
-]
+    "Origin", "base_has_fingerprint", "doubts", "fingerprint", "fingerprint_of", "has_fingerprint",
+    "remember_fingerprint", "same_weights",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,6 @@ def _of_quantised(model: Any, library: str) -> str:
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
-    """Return the first, the middle and the last item."""
     return items[0], items[len(items) // 2], items[-1]
 
 

@@ -1,9 +1,7 @@
 """A model in a file in GGUF format, as a folder in Hugging Face layout.
 
-transformers reads such files, but it parses them up to five times and computes the weights in small
-pieces, one core at a time. Here its own code does the same with a file that is parsed once and with
-weights that are computed on all cores; the result is written as float32, which holds every weight
-without loss. The folder is kept in the user's cache:
+transformers reads such files; the result is written as float32, which holds every weight without loss.
+The folder is kept in the user's cache:
 
     ~/.cache/eyas/gguf/KEY/    KEY hashes the file's bytes and the versions of transformers and gguf
 
@@ -19,24 +17,18 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from rich.console import Console
-from rich.progress import track
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
@@ -51,14 +43,8 @@ __all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 FORMAT = 2  # version of the kept folders; a folder of another version is made again
-ENDS_OF_TURNS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-)  # as llama.cpp knows them
-PIECE = 2**20  # weights that one core computes at a time
+# as llama.cpp knows them
+ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>")
 DEFAULT_LIMIT_GB = 20.0
 RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
@@ -133,12 +119,7 @@ def check_gguf_packages() -> None:
 
 
 def _check(source: str | Path, gguf_file: str) -> None:
-    """Refuse a file in GGUF format before anything large is read.
-
-    Raises:
-        ModelError: the folder has no such file, or `source` is neither a folder nor a hub id.
-        OptionError: a package that reads GGUF files is missing.
-    """
+    """Refuse a file, as `as_folder` says, before anything large is read."""
     folder = Path(source)
     if not folder.is_dir():
         check_path(source, "target")
@@ -181,9 +162,6 @@ def _file(source: str | Path, gguf_file: str) -> Path:
         return Path(hf_hub_download(str(source), gguf_file))
     except (OSError, ValueError) as error:
         raise ModelError(f"target {str(source)!r} has no file {gguf_file!r} here: {one_line(error, 200)}") from error
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def _cache() -> Path:
@@ -242,29 +220,21 @@ def _remove_unused(newest: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-# --- the conversion -------------------------------------------------------------------------------
-
-
 def _convert(path: Path, folder: Path) -> None:
     """Write the model and, if there is one, its tokenizer into an empty folder."""
-    bars: Any = transformers_logging
-    shows_bars = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()  # ours is for the whole file
-    try:
-        with _read_quickly() as parsed:
-            tokenizer = _read_tokenizer(path.parent, path.name)
-            model = read_model(path.parent, torch.float32, keywords=_keywords(path.parent, path.name))
-        if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
-            del model.config.quantization_config
-        if ends := _ends(parsed(str(path)), model.config.get_text_config().vocab_size, tokenizer):
-            model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            _complete(tokenizer, model.config, parsed(str(path)))
-            tokenizer.save_pretrained(folder)
-    finally:
-        if shows_bars:
-            bars.enable_progress_bar()
+    from gguf import GGUFReader
+
+    tokenizer = _read_tokenizer(path.parent, path.name)
+    model = read_model(path.parent, torch.float32, keywords=_keywords(path.parent, path.name))
+    if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
+        del model.config.quantization_config
+    file = GGUFReader(path)
+    if ends := _ends(file, model.config.get_text_config().vocab_size, tokenizer):
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        _complete(tokenizer, model.config, file)
+        tokenizer.save_pretrained(folder)
 
 
 def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -286,60 +256,3 @@ def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> Non
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     if context := getattr(config.get_text_config(), "max_position_embeddings", None):
         tokenizer.model_max_length = context
-
-
-@contextmanager
-def _read_quickly() -> Iterator[Callable[[str], Any]]:
-    """Give transformers quicker functions within this block, which give the same: files are parsed once, weights are
-    computed on all cores, tables of names are made once; and its progress bar is one that only terminals see. Yields
-    the function that parses a file."""
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as reading
-
-    class Reader(gguf.GGUFReader):
-        def _get(self, *args: Any, **keywords: Any) -> Any:
-            self.data: Any = self.data.view(np.ndarray)  # slices of numpy's memmap take four times as long
-            return super()._get(*args, **keywords)
-
-    parsed = cache(lambda name: Reader(name))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        quick: dict[tuple[Any, str], Callable[..., Any]] = {
-            (gguf, "GGUFReader"): lambda path: parsed(str(path)),
-            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),
-            (gguf, "dequantize"): partial(_dequantised, gguf.dequantize, pool),
-            (reading, "tqdm"): _progress_bar,
-        }
-        usual = {(module, name): getattr(module, name) for module, name in quick}
-        try:
-            for (module, name), function in quick.items():
-                setattr(module, name, function)
-            yield parsed
-        finally:
-            for (module, name), function in usual.items():
-                setattr(module, name, function)
-
-
-def _dequantised(dequantize: Callable[[Any, Any], Any], pool: ThreadPoolExecutor, data: Any, kind: Any) -> Any:
-    """Return what `gguf.dequantize` returns, computed in pieces of many blocks on all cores: a block's weights depend
-    on no other block."""
-    import gguf
-
-    size, length = gguf.GGML_QUANT_SIZES[kind]  # weights and bytes of a block
-    if size == 1:
-        return dequantize(data, kind)
-    blocks = np.ascontiguousarray(data).view(np.uint8).reshape(-1, length)
-    weights = np.empty((len(blocks), size), np.float32)
-    step = PIECE // size
-
-    def compute(first: int) -> None:
-        piece = blocks[first : first + step]
-        weights[first : first + step] = dequantize(piece.reshape(1, -1), kind).reshape(-1, size)
-
-    list(pool.map(compute, range(0, len(blocks), step)))  # raises what a piece raises
-    return weights.reshape(*data.shape[:-1], -1)
-
-
-def _progress_bar(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
-    """Return the tensors, with a progress bar on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    return track(tensors, "converting weights", console=console, transient=True, disable=not console.is_terminal)

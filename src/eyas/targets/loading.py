@@ -12,9 +12,7 @@ from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
 from eyas.targets.pretrained import DeviceMap, is_peft_model, read_model
 
-__all__ = [
-    "AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of",
-]  # fmt: skip
+__all__ = ["AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of"]
 
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 

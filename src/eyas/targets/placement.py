@@ -32,15 +32,9 @@ from eyas.core.target import Target, TargetSession
 from eyas.errors import ModelError
 
 __all__ = [
-    "Extension",
-    "check_layers",
-    "device_of",
-    "devices_of",
-    "has_offloaded_weights",
-    "has_several_devices",
-    "is_tensor_parallel",
-    "value_of",
-]
+    "Extension", "check_layers", "device_of", "devices_of", "has_offloaded_weights", "has_several_devices",
+    "is_tensor_parallel", "value_of",
+]  # fmt: skip
 
 
 class Extension(TargetExtension):
@@ -78,7 +72,6 @@ class Extension(TargetExtension):
 
 
 def _reasons(model: nn.Module, several_devices: bool) -> Iterator[tuple[str, str]]:
-    """See `TargetExtension.own_forward_only`."""
     split, offloaded = is_tensor_parallel(model), has_offloaded_weights(model)
     if several_devices:
         yield "graphs", "no CUDA graphs: the model's layers are on several devices, and a graph belongs to one"
@@ -182,7 +175,6 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of accelerate on all modules of the model."""
     for module in model.modules():
         yield from _hooks_of(module)
 

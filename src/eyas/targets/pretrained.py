@@ -44,14 +44,8 @@ CPU = torch.device("cpu")
 BASE = "base"  # in requests: the model without an adapter
 REASON_LENGTH = 240  # characters of a library's message that are shown
 TOKENIZER_FILES = (
-    "tokenizer.*",
-    "tokenizer_config.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
+    "tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
 
 
 class DeviceMap(NamedTuple):
@@ -111,15 +105,13 @@ def read_model(
             **options,
             **_device_map_keywords(device_map),
         )
-    model: PreTrainedModel = loaded[0] if quantised or device_map is not None else loaded[0].to(device)
-    info = loaded[1]
+    model, info = loaded
     if absent := sorted(info["missing_keys"]):
         raise ModelError(f"{role} {str(source)!r} lacks tensors: {_first_of(absent)}")
-    if mismatched := sorted(
-        f"{name} {list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]
-    ):
+    shapes = info["mismatched_keys"]
+    if mismatched := sorted(f"{name} {list(there)} instead of {list(here)}" for name, there, here in shapes):
         raise ModelError(f"{role} {str(source)!r} has tensors of another shape: {_first_of(mismatched)}")
-    return model
+    return model if quantised or device_map is not None else model.to(device)  # type: ignore[no-any-return]
 
 
 def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
@@ -182,14 +174,13 @@ def read_tokenizer(
         if required or (folder is not None and _has_files_of_tokenizer(folder)):
             raise
         return None
+    wrong = ""
     if not isinstance(getattr(tokenizer, "chat_template", None), str | dict | None):
-        raise ModelError(
-            f"the tokenizer in {str(source)!r} has a chat template that is not text: repair tokenizer_config.json"
-        )
-    if not isinstance(tokenizer.model_max_length, int | float):
-        raise ModelError(
-            f"the tokenizer in {str(source)!r} has a model_max_length that is not a number: repair tokenizer_config.json"
-        )
+        wrong = "a chat template that is not text"
+    elif not isinstance(tokenizer.model_max_length, int | float):
+        wrong = "a model_max_length that is not a number"
+    if wrong:
+        raise ModelError(f"the tokenizer in {str(source)!r} has {wrong}: repair tokenizer_config.json")
     if empty and required:
         raise _no_tokenizer(source)
     return None if empty else tokenizer
@@ -236,8 +227,7 @@ def is_missing_path(source: str | Path) -> bool:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """Return the folder with the files of a local path, or of a hub id that is in the cache; None if there
-    is none."""
+    """Return the folder with the files of a local path, or of a hub id that is in the cache; None if there is none."""
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -249,9 +239,6 @@ def _folder(source: str | Path) -> Path | None:
 
 def _has_files_of_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
-
-
-# --- why it cannot be loaded ----------------------------------------------------------------------
 
 
 @contextmanager
@@ -276,7 +263,6 @@ def one_line_errors(beginning: str, source: str | Path, files: str = "", place: 
 
 
 def _fault(folder: Path, files: str) -> str:
-    """Return what is wrong with these files of a folder, if it is found; else ""."""
     from eyas.targets._faults import fault
 
     return fault(folder, files)

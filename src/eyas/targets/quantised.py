@@ -58,11 +58,8 @@ class Extension(TargetExtension):
     def caveat(self) -> str:
         if not (layer := mixing_layer(self.model)):
             return ""
-        way_out = (
-            "load with llm_int8_threshold=0.0"
-            if self.library == "bitsandbytes"
-            else "choose scales by token, or weights only"
-        )
+        is_int8 = self.library == "bitsandbytes"
+        way_out = "load with llm_int8_threshold=0.0" if is_int8 else "choose scales by token, or weights only"
         return (
             f"{self.library} rounds the inputs of {layer} by all tokens of a pass together, so a tree's tokens get other numbers "
             f"than single ones and the text may differ from plain decoding's: {way_out}"

@@ -13,7 +13,7 @@ parent, and its own state is stored for its children.
 When a path is accepted, the state of its last node becomes the row's committed state; those of the
 other nodes are dropped. No token is read twice, rows accept different numbers of tokens without
 padding, and every node is computed like a token of plain decoding: by the module's own forward, for
-one token (`targets.levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
+one token (`run_levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
 one pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1
 times.
 
@@ -41,8 +41,18 @@ from transformers.cache_utils import LinearAttentionLayer
 from eyas.core import families
 from eyas.core.extensions import TargetExtension, TargetState
 from eyas.core.target import ForwardInput, Target, TargetSession
-from eyas.targets.levels import Level, replaced_forward, run_levels, tree_levels
-from eyas.targets.state_modules import PROBE_TOKENS, ProbeCache, StateModule, States, load_states, stored_states
+from eyas.targets.state_modules import (
+    PROBE_TOKENS,
+    Level,
+    ProbeCache,
+    StateModule,
+    States,
+    load_states,
+    replaced_forward,
+    run_levels,
+    stored_states,
+    tree_levels,
+)
 
 __all__ = ["Extension", "RowStates", "state_modules"]
 
@@ -186,12 +196,7 @@ class RowStates(TargetState):
         shape: tuple[int, int],
         earlier: int,
     ) -> Forward:
-        """Return a forward that runs a state module's own, `forward`, once for each level.
-
-        Args:
-            row_R: the rows of the forward; None for all rows.
-            earlier: number of nodes before the new ones.
-        """
+        """Return a forward that runs a state module's own, `forward`, once for each level."""
         module, committed, nodes = self.modules[number], self.committed[number], self.nodes[number]
 
         def load(level: Level) -> None:
@@ -213,8 +218,7 @@ class RowStates(TargetState):
         return lambda *args, **kwargs: run_levels(module, forward, levels, shape, (args, kwargs), load, store)
 
     def _grow(self, count: int, first: bool) -> None:
-        """Make room for the states of `count` nodes per row; earlier nodes' states stay unless
-        these are the first."""
+        """Make room for the states of `count` nodes per row; earlier nodes' states stay unless these are the first."""
         for number, module in enumerate(self.modules):
             larger, old = _tensors(module, (self.rows, count), torch.empty), self.nodes[number]
             if not first:
@@ -310,7 +314,6 @@ class RowStates(TargetState):
         self._forget(row, 0)
 
     def _states_at(self, row: int, length: int) -> list[States]:
-        """Return the states of the row after its first `length` tokens."""
         if length in self.marks[row]:
             return self.marks[row][length]
         assert self._path is not None, "no state is known at this length"
@@ -335,11 +338,6 @@ class RowStates(TargetState):
             for states in self.committed:
                 for state in states.values():
                     state[row] = 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the states of all rows, without the states of nodes and marks."""
-        return sum(state.nbytes for states in self.committed for state in states.values())
 
 
 def _tensors(module: StateModule, sizes: tuple[int, ...], make: Callable[..., Tensor]) -> States:

@@ -10,9 +10,9 @@ import torch
 from eyas.core.engine import Step
 from eyas.core.tree import Draft
 from eyas.hardware.machine import Used
-from eyas.metrics import Cycle
 from eyas_lab.bench import rows as table_of
 from eyas_lab.bench.record import Answer, Differs, Memory, answer_from
+from eyas_lab.metrics import Cycle
 from steps import step
 
 ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}

@@ -25,8 +25,6 @@ from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
 from eyas.hardware.machine import Used, cores, snapshot
-from eyas.locks import locked_folder
-from eyas.metrics import acceptance_by_depth
 from eyas_lab.bench import contestants, report
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas_lab.bench.probe import Probe, chain_alpha, probe
@@ -35,6 +33,8 @@ from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
 from eyas_lab.bench.summary import summarise, write
 from eyas_lab.bench.tasks import Prompt
+from eyas_lab.folders import locked_folder
+from eyas_lab.metrics import acceptance_by_depth
 
 pytestmark = pytest.mark.slow
 

@@ -33,9 +33,9 @@ from eyas.core.verify import verify
 from eyas.drafters import Drafter
 from eyas.drafters.tools import Merged
 from eyas.errors import ModelError, one_line
-from eyas.metrics import Cycle
 from eyas_lab.bench import cost
 from eyas_lab.bench.record import Answer, Memory, answer_from
+from eyas_lab.metrics import Cycle
 
 __all__ = ["Contestant", "Drafting", "Question", "Transformers"]
 

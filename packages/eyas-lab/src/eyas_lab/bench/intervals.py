@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.metrics import Cycle
+from eyas_lab.metrics import Cycle
 
 __all__ = [
     "RESAMPLES", "Interval", "bootstrap", "difference_of_ratios", "mean_acceptance_length", "ratio", "ratio_of_ratios",

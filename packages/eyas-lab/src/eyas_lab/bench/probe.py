@@ -26,10 +26,10 @@ from torch import Tensor
 from eyas.core.drafter import CycleInput
 from eyas.core.tree import Draft, Verdict
 from eyas.drafters import DraftMethod
-from eyas.metrics import acceptance_by_depth
 from eyas_lab.bench.contestants import Drafting, Question
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.run import Bench
+from eyas_lab.metrics import acceptance_by_depth
 
 __all__ = ["BINS", "CHAIN", "Probe", "chain_alpha", "probe"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from eyas.core.engine import Step
 from eyas.hardware.machine import Used
-from eyas.metrics import Cycle, cycle_of
+from eyas_lab.metrics import Cycle, cycle_of
 
 __all__ = ["FORMAT", "Answer", "Differs", "Memory", "answer_from"]
 

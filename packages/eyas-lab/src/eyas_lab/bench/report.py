@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas import metrics
 from eyas.errors import InputError
 from eyas.files import parse_json
+from eyas_lab import metrics
 from eyas_lab.bench.record import FORMAT
 from eyas_lab.bench.rows import ALL
 from eyas_lab.bench.trees import Line, draw

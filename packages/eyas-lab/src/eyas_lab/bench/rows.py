@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.metrics import STAGES, Cycle, acceptance_by_depth, tokens_per_second
+from eyas.metrics import tokens_per_second
 from eyas_lab.bench.intervals import (
     RESAMPLES,
     Interval,
@@ -25,6 +25,7 @@ from eyas_lab.bench.intervals import (
     relative_cycle_cost,
 )
 from eyas_lab.bench.record import Answer
+from eyas_lab.metrics import STAGES, Cycle, acceptance_by_depth
 
 __all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_by_position", "tau_of", "utilisation"]
 

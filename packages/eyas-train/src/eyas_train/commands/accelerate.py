@@ -40,8 +40,8 @@ from eyas.cli.tools import (
     sampling_of,
 )
 from eyas.errors import InputError, OptionError, near
-from eyas.locks import check_output_folder, locked_folder
 from eyas_lab.commands import bench
+from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
 from eyas_train.commands._data import check_files
 

@@ -33,7 +33,8 @@ from eyas.cli.tools import (
     spread,
 )
 from eyas.errors import InputError, OptionError
-from eyas.locks import check_output_folder, locked_output
+from eyas.locks import locked_output
+from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_files, read_data
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from eyas.cli.tools import (
     wants_gpu,
 )
 from eyas.errors import EyasError, OptionError
-from eyas.locks import check_output_folder
+from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_source, training_data, training_options
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ which vLLM does not compute. With "bias": true, which means a bias of fc to Safe
 the attention's projections biases that no file fills, and nothing that such a head drafts is
 accepted. So the bias of fc moves into an embedding table of the head's own: see `bias_into_embedding`.
 
-The forms of EAGLE-3 and P-EAGLE heads: see `vllm` and `peagle` of eyas.checkpoints.
+The forms of EAGLE-3 and P-EAGLE heads: see `eagle3` and `peagle` of eyas.checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.checkpoints import ExportTarget, peagle, vllm
+from eyas.checkpoints import ExportTarget, eagle3, peagle
 from eyas.checkpoints.tools import MASK, Published
 from eyas.errors import CheckpointError
 from eyas_train.formats import safeailab
@@ -34,7 +34,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         return _export_eagle1(config, tensors, target)
     if method == "eagle3":
         ours, published, their_tensors = publish(config, tensors, "layers.0", "vLLM")
-        return {**published, **vllm.settings(ours)}, their_tensors
+        return {**published, **eagle3.vllm_settings(ours)}, their_tensors
     if len(tensors[MASK]) != 3 * config["hidden_size"]:
         raise CheckpointError(
             "the head's mask has not the features of three layers of the head's own width, which vLLM's class expects"

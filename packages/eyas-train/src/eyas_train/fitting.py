@@ -14,7 +14,7 @@ itself is the highest; values and output matrix are the factors of S with the mo
 input of the target's layer L-n where the net has n further layers, which begin as copies of the target's last n; and the
 target's state after its last layer where it has none.
 
-This module knows no method. Letters: M samples, X inputs, Y outputs, D hidden, r rank.
+`start` says what each method fits. Letters: M samples, X inputs, Y outputs, D hidden, r rank.
 """
 
 from __future__ import annotations
@@ -25,23 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.nn._layers import Attention, DecoderLayer, norm_scale
-from eyas.nn._packed import Documents
+from eyas.nn import Attention, DecoderLayer, Documents, norm_scale
 
-__all__ = [
-    "attend_to_itself",
-    "before_others",
-    "copy_layer",
-    "least_squares",
-    "own_attention",
-    "sample_tokens",
-    "told",
-]
+__all__ = ["attend_to_itself", "before_others", "copy_layer", "least_squares", "own_attention", "sample_tokens", "told"]
 
 RIDGE = 0.01  # of the inputs' mean variance: the weights of inputs that hardly vary stay small
-SHARPNESS = (
-    2.0  # deviation of queries and keys: a slot's score with itself is its square times the root of the head size
-)
+# deviation of queries and keys: a slot's score with itself is its square times the root of the head size
+SHARPNESS = 2.0
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 MLP_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 

@@ -5,20 +5,22 @@ are joined by the logarithm of the softmax's denominator. The backward hands fla
 denominator of the whole softmax, as torch's ring attention does for its pieces: that gives the exact gradients of the
 first pass's share. The gradients of the later keys are elementwise.
 
-A CPU has twins of these kernels, by which the tests compare them with `_packed._Packed`.
-Letters: as in `_packed`; R documents, T tokens of the longest, X tokens or rows.
+A CPU has twins of these kernels, by which the tests compare them with eyas' own code.
+Letters: as in `eyas.nn._packed`; R documents, T tokens of the longest, X tokens or rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PaddedRows", "flash_attention"]
+__all__ = ["PaddedRows", "attention_of", "flash_attention"]
 
 aten = torch.ops.aten
 
@@ -57,10 +59,15 @@ class PaddedRows:
         return flat.view(R, T, H, h).transpose(1, 2)
 
 
+def attention_of(lengths: tuple[int, ...], rows_M: Tensor) -> Callable[..., Tensor]:
+    """Return `flash_attention` of these query rows, each token at most once, in documents of these lengths."""
+    return partial(flash_attention, rows=PaddedRows.of(lengths, rows_M))
+
+
 def flash_attention(
     q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, later_IMKh: tuple[Tensor, Tensor], rows: PaddedRows
 ) -> Tensor:
-    """Return what `_packed.packed_attention` does. Each token is a query row once at most."""
+    """Return what `eyas.nn.packed_attention` does."""
     with torch.autocast(q_MHh.device.type, enabled=False):
         inputs = [x.to(q_MHh.dtype) for x in (key_NKh, value_NKh, *later_IMKh)]
         out: Tensor = _Flash.apply(q_MHh, *inputs, rows)  # type: ignore[no-untyped-call]

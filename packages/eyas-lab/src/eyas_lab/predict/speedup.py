@@ -9,23 +9,22 @@ heads) one a for all depths gives tau within 5 % (root mean square).
 
 Where no tree pays, `--tree auto` decodes plainly, and the speed-up is 1.
 
-This module knows no clock: costs are measured (`adaptive.cost`) or computed (`eyas predict`).
+This module knows no clock: costs are measured (`eyas.adaptive.cost`) or computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
+from eyas.adaptive.goodput import sizes
 from eyas.core.drafter import TreeSize
 
-__all__ = ["SIBLING", "CycleCosts", "Outcome", "outcomes", "sizes", "tau_of"]
+__all__ = ["SIBLING", "CycleCosts", "Outcome", "outcomes", "tau_of"]
 
 SIBLING = 0.8
-GRID = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # numbers of nodes that are compared
-BRANCHES = (1, 2, 3, 4, 6, 8, 10)  # branches that are compared
 
 
 class CycleCosts(Protocol):
@@ -53,22 +52,6 @@ class Outcome:
     def speedup(self) -> float:
         """The speed-up of `--tree auto`, which need not draft."""
         return max(1.0, self.drafted)
-
-
-@cache
-def sizes(limit: TreeSize) -> tuple[TreeSize, ...]:
-    """Return the sizes that are compared: those within `limit` whose trees can reach their depth and their
-    number of nodes."""
-    nodes = [n for n in (*GRID, limit.nodes) if n <= limit.nodes]
-    branches = sorted({b for b in (*BRANCHES, limit.branch) if b <= limit.branch})
-    reachable = {
-        TreeSize(n, d, b)
-        for n in nodes
-        for d in range(1, limit.depth + 1)
-        for b in branches
-        if d < n <= 1 + b + (d - 1) * b * b and (b < n or b == 1)
-    }
-    return tuple(sorted(reachable)) or (TreeSize(1, 1, 1),)
 
 
 def outcomes(costs: CycleCosts, limit: TreeSize, acceptance: Sequence[float]) -> list[Outcome]:

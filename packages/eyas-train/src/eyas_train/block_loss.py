@@ -13,61 +13,31 @@ the predictions from it on of the product of s up to each of them.
     overlap                  sum of |q - p|: twice the chance that a draft token of q is rejected
     confidence               binary cross-entropy of the confidence head against 1 - that chance (DSpark)
 
-Letters: N packed tokens, A anchors, n slots, S levels, K predictions that count, C of them in a
-chunk, D hidden, V vocabulary.
+Letters: N packed tokens, A anchors, n slots, S levels, M slots of all blocks, K predictions that count (of keys and values:
+heads), C of them in a chunk, D hidden, h head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from eyas.blocks._net import BlockFormat, BlockNet
-from eyas.core.target import Target
+from eyas.blocks import BlockMethod, BlockNet, BlockTraining
 from eyas.drafters import Batch, Loss
+from eyas.nn import Documents, packed_attention
 
-__all__ = ["BlockTraining", "block_loss", "choose_anchors"]
+__all__ = ["block_loss", "choose_anchors", "forward_packed"]
 
 CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
 
 
-@dataclass(frozen=True)
-class BlockTraining:
-    """The weights of the loss."""
-
-    anchors: int  # blocks in each document, at most
-    gamma: float  # levels after which a prediction weighs a factor e less
-    smoothing: float | None  # of D-PACE's weights; None: weights by gamma
-    objective: str  # what the cross-entropy compares with: tokens of the data, or the target's distribution
-    cross_entropy: float = 1.0
-    overlap: float = 0.0
-    confidence: float = 0.0
-
-
-class TrainableMethod(Protocol):
-    """The parts of a method that its loss reads."""
-
-    net: BlockNet
-    block_format: BlockFormat
-    target: Target
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def embed(self, ids: Tensor) -> Tensor: ...
-
-    def head(self, hidden: Tensor) -> Tensor: ...
-
-
-def block_loss(
-    method: TrainableMethod, batch: Batch, training: BlockTraining, generator: torch.Generator | None
-) -> Loss:
+def block_loss(method: BlockMethod, batch: Batch, generator: torch.Generator | None) -> Loss:
     """Return the loss of blocks at random anchors. The count is the number of blocks; its figures are of the
     first level.
 
@@ -75,14 +45,16 @@ def block_loss(
         batch: with the features of the fused layers, then the target's final ones.
         generator: chooses the anchors.
     """
-    net, block_format, tokens_N, device = method.net, method.block_format, batch.tokens_N, batch.tokens_N.device
+    net, block_format, training = method.net, method.block_format, method.training
+    tokens_N, device = batch.tokens_N, batch.tokens_N.device
     anchor_A = choose_anchors(batch, training.anchors, generator)
     if not len(anchor_A):
         return Loss(net.norm.weight.sum() * 0, torch.zeros((), dtype=torch.long, device=net.norm.weight.device), {})
     final = method.target.hidden_size
-    hidden_AnD = net.forward_packed(
+    hidden_AnD = forward_packed(
+        net,
         batch.features_NF[:, :-final].to(method.dtype),
-        method.embed(_blocks(tokens_N, anchor_A, block_format)),
+        method.embed(_blocks(tokens_N, anchor_A, block_format.block, block_format.mask_token)),
         anchor_A,
         batch.documents,
     )
@@ -138,6 +110,41 @@ def choose_anchors(batch: Batch, max_anchors: int, generator: torch.Generator | 
     return order_A[torch.arange(len(order_A)) - first_A < max_anchors].sort().values.to(batch.tokens_N.device)
 
 
+def forward_packed(
+    net: BlockNet, features_NF: Tensor, hidden_AnD: Tensor, anchor_A: Tensor, documents: Documents
+) -> Tensor:
+    """Return, for the training of nets without windows, the normed hidden [A, n, D] of blocks that begin at these
+    tokens of a packed sequence.
+
+    Args:
+        hidden_AnD: embeddings of the blocks.
+        anchor_A: int64, ascending; none is the first token of its document. A block sees the
+            tokens before its anchor.
+    """
+    (A, n, _), device = hidden_AnD.shape, features_NF.device
+    position_N, context_ND = documents.position_N(device), net.context(features_NF)
+    position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
+    queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
+
+    def attend(attention: Any, x_AnD: Tensor) -> Tensor:
+        x_MD = x_AnD.flatten(0, 1)
+        keys_MKh, values_MKh = attention.rotated_key_value(x_MD, position_M)
+        block = _of_each_slot(keys_MKh, A, n), _of_each_slot(values_MKh, A, n)
+        keys_NKh, values_NKh = attention.rotated_key_value(context_ND, position_N)
+        out_MHh = packed_attention(attention.query(x_MD, position_M), keys_NKh, values_NKh, queries, block)
+        return attention.o(out_MHh.flatten(1)).unflatten(0, (A, n))  # type: ignore[no-any-return]
+
+    for layer in net.typed_layers:
+        hidden_AnD = layer(hidden_AnD, partial(attend, layer.attention))
+    return net.norm(hidden_AnD)  # type: ignore[no-any-return]
+
+
+def _of_each_slot(x_MKh: Tensor, A: int, n: int) -> Tensor:
+    """Return [n, M, K, h]: for each slot, the tensors of all n slots of its block."""
+    x_nAKh = x_MKh.view(A, n, *x_MKh.shape[1:]).transpose(0, 1)
+    return x_nAKh[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2)
+
+
 def _pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Tensor:
     """Return D-PACE's weights [A, S] (arXiv 2605.18810): how much each prediction adds to the length that is accepted.
 
@@ -149,12 +156,10 @@ def _pace_weights(chance_AS: Tensor, counts_AS: Tensor, smoothing: float) -> Ten
     return reached_AS.flip(1).cumsum(1).flip(1) * counts_AS
 
 
-def _blocks(tokens_N: Tensor, anchor_A: Tensor, block_format: BlockFormat) -> Tensor:
+def _blocks(tokens_N: Tensor, anchor_A: Tensor, block: int, mask_token: int) -> Tensor:
     """Return int64 [A, n]: the anchor, then masks."""
     roots_A1 = tokens_N[anchor_A][:, None]
-    return torch.cat(
-        [roots_A1, torch.full_like(roots_A1, block_format.mask_token).expand(-1, block_format.block - 1)], dim=1
-    )
+    return torch.cat([roots_A1, torch.full_like(roots_A1, mask_token).expand(-1, block - 1)], dim=1)
 
 
 def _losses(

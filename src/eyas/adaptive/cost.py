@@ -46,10 +46,11 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 
 Value = TypeVar("Value")
 
-FORMAT = 5  # version of the file format; files of another version are not read
+FORMAT = 6  # version of the file format; files of another version are not read
 PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
 BRANCHES = (1, 2, 4, 8)
 OWN_DEPTH = 8  # assumed depth of trees that do not grow
+ROWS = 4  # rows of the drafts that show what a level of many tokens takes
 LEVELS = 4  # depth of the deeper of two timed drafts; their difference gives the time per level
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
 LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
@@ -192,14 +193,18 @@ def measure(drafter: Drafter) -> Costs:
         return costs if drafter.chooses_nodes else _with_own_tree(drafter, costs)
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    sizes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    sizes = {b: [TreeSize(drafted_nodes, depth, b) for depth in (1, levels)] for b in branches}
+    every_size = list(dict.fromkeys(size for pair in sizes.values() for size in pair))
     if target.runner.records_cycles:
-        drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
+        drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in every_size}, 0.0)
     else:
-        drafts = time_drafts(drafter, sizes)
-    first, last = (
-        _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
-    )
+        drafts = time_drafts(drafter, every_size)
+    pairs = [[drafts.medians[size] for size in pair] for pair in sizes.values()]
+    if not target.runner.records_cycles:  # a level of many rows has more tokens than one of the widest tree
+        several = time_drafts(drafter, list(dict.fromkeys(sizes[branches[-1]])), rows=ROWS).medians
+        branches.append(ROWS * branches[-1])
+        pairs.append([several[size] for size in sizes[branches[-2]]])
+    first, last = (_rising(seconds) for seconds in zip(*pairs, strict=True))
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
     spread = max(measured.spread, drafts.spread)
     costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, TreeSize
 from eyas.core.sampling import GumbelNoise, Sampling

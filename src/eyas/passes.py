@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, TreeSize
 from eyas.core.sampling import GumbelNoise, Sampling
@@ -121,27 +120,28 @@ def time_passes(
 
 
 @torch.inference_mode()
-def time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT) -> Timings:
-    """Time a draft of each size after `context` tokens, one row. Nothing is accepted."""
-    target, session = drafter.target, drafter.open(1)
+def time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONTEXT, rows: int = 1) -> Timings:
+    """Time a draft of each size in all rows, after `context` tokens. Nothing is accepted."""
+    target, session = drafter.target, drafter.open(rows)
     context = max(1, min(context, target.context - (REPEATS + 2) * len(sizes) - 64))
-    session.begin(0, 0, context)
-    opened = target.open(1, drafter.feature_layers)
-    opened.prefill(0, repeated_token(target, context), lambda *chunk: session.prefill(0, *chunk))
-    position, one_1, sampling = context, torch.ones(1, dtype=torch.long, device=target.device), (Sampling(),)
+    opened = target.open(rows, drafter.feature_layers)
+    for row in range(rows):
+        session.begin(row, 0, context)
+        opened.prefill(row, repeated_token(target, context), lambda *chunk, row=row: session.prefill(row, *chunk))
+    position, one_B = context, torch.ones(rows, dtype=torch.long, device=target.device)
+    sampling, tokens_B = (Sampling(),) * rows, TOKEN_ID % target.vocab_size * one_B
+    noise = GumbelNoise.from_sampling(sampling, target.device)
 
     def cycle(size: TreeSize) -> float:
         nonlocal position
-        noise, at_1 = GumbelNoise.from_sampling(sampling, target.device), position * one_1
-        tokens_1 = TOKEN_ID % target.vocab_size * one_1
         cycle_input = CycleInput(
-            tokens_1,
-            at_1,
-            one_1 > 0,
+            tokens_B,
+            position * one_B,
+            one_B > 0,
             sampling,
             noise,
             position,
-            active_rows=(0,),
+            active_rows=tuple(range(rows)),
             target_cache=opened.cache,
             tree_size=size,
         )
@@ -149,18 +149,18 @@ def time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONT
         took = seconds_of(lambda: drafts.append(session.draft(cycle_input)), target.device)
         (draft,) = drafts
         position += 1
-        N, path_1P = draft.tree.nodes, torch.full((1, draft.tree.max_depth + 1), -1, device=target.device)
-        path_1P[0, 0] = 0
-        width = target.hidden_size * len(drafter.feature_layers)
-        output = TargetOutput(_zeros(target, N, target.vocab_size), _zeros(target, N, width))
-        session.commit(draft, Verdict(path_1P, path_1P.clamp(min=0) + tokens_1, one_1, tokens_1), output)
+        N, path_BP = draft.tree.nodes, torch.full((rows, draft.tree.max_depth + 1), -1, device=target.device)
+        path_BP[:, 0] = 0
+        output = TargetOutput(
+            torch.zeros(rows, N, target.vocab_size, dtype=target.dtype, device=target.device),
+            torch.zeros(
+                rows, N, target.hidden_size * len(drafter.feature_layers), dtype=target.dtype, device=target.device
+            ),
+        )
+        session.commit(draft, Verdict(path_BP, path_BP.clamp(min=0) + tokens_B[:, None], one_B, tokens_B), output)
         return took
 
     return time_jobs({size: partial(cycle, size) for size in sizes})
-
-
-def _zeros(target: Target, nodes: int, width: int) -> Tensor:
-    return torch.zeros(1, nodes, width, dtype=target.dtype, device=target.device)
 
 
 def repeated_token(target: Target, length: int) -> list[int]:

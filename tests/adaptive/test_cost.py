@@ -103,7 +103,7 @@ def test_measuring(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -
     drafter = make(name, target)
     found = cost.measure(drafter)
     assert found.nodes == passes.NODES
-    assert found.branches[-1] == drafter.max_tree.branch
+    assert found.branches[-1] in (drafter.max_tree.branch, cost.ROWS * drafter.max_tree.branch)
     assert Costs.from_json(json.loads(json.dumps(vars(found)))) == found
     assert found.cycle(TreeSize(8, 2, 2)) > 0
 
@@ -196,18 +196,18 @@ def test_what_is_asked_of_trees() -> None:
         mode_of({"tree": "atuo"})
 
 
-def busy(spread: float = 0.0, load: float = 0.0, at: float = 1000.0) -> Costs:
-    return replace(curve(0.1, 0.1), spread=spread, load=load, measured_at=at)
+def busy(spread: float = 0.0, others: float = 0.0, at: float = 1000.0) -> Costs:
+    return replace(curve(0.1, 0.1), spread=spread, others=others, measured_at=at)
 
 
-@pytest.mark.parametrize(("spread", "load"), [(0.6, 0.1), (0.05, 1.5)])
-def test_doubtful_costs_expire(spread: float, load: float, target: Target, cache: Path) -> None:
+@pytest.mark.parametrize(("spread", "others"), [(0.6, 0.1), (0.05, 0.5)])
+def test_doubtful_costs_expire(spread: float, others: float, target: Target, cache: Path) -> None:
     """Bug: the figures of a busy minute are kept for ever, and trees are planned by them on a quiet
     machine. A made-up clock."""
     drafter, clock, made = make("eagle2", target), [1000.0], list[Costs]()
 
     def measured(drafter: Drafter) -> Costs:
-        made.append(busy(spread, load, clock[0]) if len(made) < 2 else busy(at=clock[0]))
+        made.append(busy(spread, others, clock[0]) if len(made) < 2 else busy(at=clock[0]))
         return made[-1]
 
     def load_at(seconds: float) -> bool:
@@ -228,14 +228,14 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
 ) -> None:
     """Bug: one method is planned by a busy minute's costs and another one by a quiet minute's, so
     the same head gets depth 1 here and 5 there, and a bench compares the two without a word."""
-    costs = [busy(load=2.0), busy(load=2.0), busy()]
+    costs = [busy(others=0.5), busy(others=0.5), busy()]
     monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
     caplog.set_level("WARNING", "eyas")
     monkeypatch.setattr(logging.getLogger("eyas"), "propagate", True)
     make_controller(make("eagle2", target))._seconds_by_size(1)
     assert not caplog.messages
     make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
-    assert "costs of eagle2 are doubtful: load 2.00 a core" in caplog.text
+    assert "costs of eagle2 are doubtful: other processes used 50% of the cores" in caplog.text
     caplog.clear()
     make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
     assert not costs

@@ -36,7 +36,8 @@ from eyas.core.drafter import CycleInput, Drafter, TreeSize, method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.files import parse_json, user_cache, write_atomically
-from eyas.hardware import cpu_name, load_per_core, versions
+from eyas.hardware import cpu_name, versions
+from eyas.hardware.machine import snapshot, used
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
@@ -46,13 +47,14 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 
 Value = TypeVar("Value")
 
-FORMAT = 5  # version of the file format; files of another version are not read
+FORMAT = 6  # version of the file format; files of another version are not read
 PASS_SECONDS = 0.25  # no larger pass is timed than the first that takes so long
 BRANCHES = (1, 2, 4, 8)
 OWN_DEPTH = 8  # assumed depth of trees that do not grow
+ROWS = 4  # rows of the drafts that show what a level of many tokens takes
 LEVELS = 4  # depth of the deeper of two timed drafts; their difference gives the time per level
 SPREAD_LIMIT = 0.25  # a larger spread is doubtful
-LOAD_LIMIT = 0.75  # processes a core that ran or waited before the measurement; more is doubtful
+MAX_OTHERS = 0.25  # share of the cores' time that others may use meanwhile; more is doubtful
 DOUBTFUL_SECONDS = 600  # how long a doubtful measurement is used
 
 
@@ -69,18 +71,18 @@ class Costs:
     plain_rest: float  # seconds of a plain cycle besides the pass
     rest: float  # seconds of a drafted cycle besides the pass and the draft
     spread: float = 0.0  # interquartile range of repeated timings over their median; the median of all timings
-    load: float = 0.0  # load average a core before the measurement
+    others: float = 0.0  # share of the cores' time that other processes used meanwhile
     measured_at: float = 0.0  # seconds since the epoch
     own_nodes: int = 1  # nodes of the tree of a method whose trees do not grow; its draft is one of a single level
 
     @property
     def doubtful(self) -> bool:
         """Whether other processes may have distorted the ratios."""
-        return self.spread > SPREAD_LIMIT or self.load > LOAD_LIMIT
+        return self.spread > SPREAD_LIMIT or self.others > MAX_OTHERS
 
     @property
     def quality(self) -> str:
-        text = f"load {self.load:.2f} a core, repeated timings within {self.spread:.0%}"
+        text = f"other processes used {self.others:.0%} of the cores, repeated timings within {self.spread:.0%}"
         return f"doubtful: {text}" if self.doubtful else text
 
     def expired(self, now: float, doubtful_seconds: float = DOUBTFUL_SECONDS) -> bool:
@@ -107,7 +109,7 @@ class Costs:
         anything else."""
         costs = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
-        numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
+        numbers = (*seconds, costs.spread, costs.others, costs.measured_at)
         counts = (*costs.nodes, *costs.branches, costs.own_nodes)
         are_numbers = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(costs.verify) > 0
         are_counts = all(isinstance(n, int) and n > 0 for n in counts)
@@ -183,26 +185,35 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure(drafter: Drafter) -> Costs:
+    """Measure the costs of a method, and how much others used the machine meanwhile."""
+    before, now = snapshot(), time.time()
+    return replace(_measure(drafter), others=used(before).share, measured_at=now)
+
+
+def _measure(drafter: Drafter) -> Costs:
     limit, target = drafter.max_tree, drafter.target
-    load, now = load_per_core(), time.time()
     measured = time_passes(target, CONTEXT, NODES, drafter.feature_layers, PASS_SECONDS)
     nodes, verify = tuple(measured.medians), _rising(list(measured.medians.values()))
     if limit is None:
-        costs = Costs(CONTEXT, nodes, verify, (1,), (0.0,), (0.0,), 0.0, 0.0, measured.spread, load, now)
+        costs = Costs(CONTEXT, nodes, verify, (1,), (0.0,), (0.0,), 0.0, 0.0, measured.spread)
         return costs if drafter.chooses_nodes else _with_own_tree(drafter, costs)
     branches = sorted({min(b, limit.branch) for b in (*BRANCHES, limit.branch)})
     levels, drafted_nodes = min(LEVELS, limit.depth), min(16, limit.nodes)
-    sizes = [TreeSize(drafted_nodes, depth, b) for b in branches for depth in sorted({1, levels})]
+    sizes = {b: [TreeSize(drafted_nodes, depth, b) for depth in (1, levels)] for b in branches}
+    every_size = list(dict.fromkeys(size for pair in sizes.values() for size in pair))
     if target.runner.records_cycles:
-        drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in sizes}, 0.0)
+        drafts = Timings({size: _recorded_draft_cost(drafter, size, nodes, verify) for size in every_size}, 0.0)
     else:
-        drafts = time_drafts(drafter, sizes)
-    first, last = (
-        _rising([drafts.medians[TreeSize(drafted_nodes, depth, b)] for b in branches]) for depth in (1, levels)
-    )
+        drafts = time_drafts(drafter, every_size)
+    pairs = [[drafts.medians[size] for size in pair] for pair in sizes.values()]
+    if not target.runner.records_cycles:  # a level of many rows has more tokens than one of the widest tree
+        several = time_drafts(drafter, list(dict.fromkeys(sizes[branches[-1]])), rows=ROWS).medians
+        branches.append(ROWS * branches[-1])
+        pairs.append([several[size] for size in sizes[branches[-2]]])
+    first, last = (_rising(seconds) for seconds in zip(*pairs, strict=True))
     deeper = [max(0.0, long - short) / max(1, levels - 1) for short, long in zip(first, last, strict=True)]
     spread = max(measured.spread, drafts.spread)
-    costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread, load, now)
+    costs = Costs(CONTEXT, nodes, verify, tuple(branches), first, tuple(deeper), 0.0, 0.0, spread)
     plain_rest, rest = _overheads(drafter, costs, TreeSize(drafted_nodes, levels, min(2, limit.branch)))
     return replace(costs, plain_rest=plain_rest, rest=rest)
 

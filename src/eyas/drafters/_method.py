@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from eyas import checkpoints
 from eyas.checkpoints import Weights
@@ -79,10 +80,13 @@ class DraftMethod(Drafter):
 
         Raise CheckpointError if there is no such head, or if it does not fit the target.
         """
-        weights = None if source is None else checkpoints.load(source)
-        drafter = cls.load(weights if cls.needs_weights or cls.head_format else None, target, options)
+        if source is None:
+            return cls.load(None, target, options)
+        weights = checkpoints.load(source)
+        with no_init_weights():  # the head's own weights take the place of random ones
+            drafter = cls.load(weights if cls.needs_weights or cls.head_format else None, target, options)
         drafter.source = source
-        drafter.target_fingerprint = ((weights.config.get("eyas") or {}) if weights else {}).get("target_fingerprint")
+        drafter.target_fingerprint = (weights.config.get("eyas") or {}).get("target_fingerprint")
         return drafter
 
     @classmethod

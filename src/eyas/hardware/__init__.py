@@ -21,7 +21,6 @@ __all__ = [
     "command_output",
     "cpu",
     "cpu_name",
-    "load_per_core",
     "versions",
 ]
 
@@ -56,12 +55,6 @@ def cpu_name() -> str:
     """Return the processor's name by its maker; the architecture where the system does not tell it."""
     brand = cpu().get("model name") or command_output("sysctl", "-n", "machdep.cpu.brand_string")
     return brand or platform.processor() or platform.machine()
-
-
-def load_per_core() -> float:
-    """Return how many processes ran or waited for each core during the last minute, on average; 0 where the system
-    does not tell it."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def versions() -> dict[str, str]:

@@ -48,6 +48,13 @@ class Used(NamedTuple):
     seconds: float  # of a clock
     others: float | None  # CPU seconds that other processes used meanwhile, of the cores that we may use; None: unknown
 
+    @property
+    def share(self) -> float:
+        """The share of these cores' time that others used; 0 where it is unknown."""
+        if self.others is None or self.seconds < SHORTEST_SECONDS:
+            return 0.0
+        return max(0.0, self.others / self.seconds / len(cores()))
+
 
 def used(before: Snapshot, after: Snapshot | None = None) -> Used:
     """CPU use from `before` until `after`, or until now."""

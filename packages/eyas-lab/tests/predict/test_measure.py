@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyas import passes
+from eyas.hardware.machine import Used
 from eyas_lab.predict import Machine, measure, read_model
 
 CONFIG = Path(__file__).resolve().parents[4] / "tiny" / "eyas_tiny" / "weights" / "config.json"
@@ -20,10 +21,10 @@ def test_this_cpu_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(passes, "REPEATS", 1)
     monkeypatch.setattr(measure, "LARGE", measure.CACHED)
     monkeypatch.setattr(measure, "TOKENS", (1, 8))
-    monkeypatch.setattr(measure, "load_per_core", lambda: 9.0)
+    monkeypatch.setattr(measure, "used", lambda before: Used(1.0, 99.0))
     measure.measured_machine("int8")
     assert not list(tmp_path.rglob("machine-*")), "a busy machine's figures are kept"
-    monkeypatch.setattr(measure, "load_per_core", lambda: 0.0)
+    monkeypatch.setattr(measure, "used", lambda before: Used(1.0, 0.0))
     machine = measure.measured_machine("int8")
     assert set(machine.flops) == {"int8", "draft"}
     assert all(rate > 0 for table in machine.flops.values() for rate in table.values())

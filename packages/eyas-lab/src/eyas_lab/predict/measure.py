@@ -33,7 +33,8 @@ from eyas.core.requests import check_steps
 from eyas.core.target import Target
 from eyas.errors import EyasError
 from eyas.files import parse_json, user_cache, write_atomically
-from eyas.hardware import cpu_name, load_per_core, versions
+from eyas.hardware import cpu_name, versions
+from eyas.hardware.machine import snapshot, used
 from eyas.passes import repeated_token, time_drafts, time_passes
 from eyas_lab.predict.machines import Machine
 from eyas_lab.predict.models import WEIGHT_BYTES, Model, model_of
@@ -48,7 +49,7 @@ TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 OVERLAP_TOKENS = (1, 2, 4, 8, 16)
 OVERLAPS = tuple(n / 10 for n in range(11))
 FEW_LAYERS, MANY_LAYERS = 4, 20
-LOAD_LIMIT = 0.75  # processes a core; with more the measurement is not kept
+MAX_OTHERS = 0.25  # share of the cores' time that others may use; with more the measurement is not kept
 LEVELS = 5  # of the longer of two timed drafts
 NEW_TOKENS = 48  # of the text whose cycles are timed
 DRAFT_FORMAT = ("int8", "int16")  # weights and activations in which the kernels keep a head
@@ -93,10 +94,12 @@ def measured_machine(weights: str, activations: str = "exact", force: bool = Fal
             if content["key"] == key:
                 return Machine.from_json(content["machine"], str(path))
     log.info("measuring this CPU with weights in %s, which takes half a minute", weights)
-    load = load_per_core()
+    before = snapshot()
     machine = measure(weights, activations)
-    if load > LOAD_LIMIT:
-        log.warning("the machine was busy (%.1f processes a core), so the prediction is doubtful and not kept", load)
+    if (others := used(before).share) > MAX_OTHERS:
+        log.warning(
+            "other processes used %.0f %% of the cores, so the prediction is doubtful and not kept", 100 * others
+        )
         return machine
     with suppress(OSError):  # without a cache folder it is measured again the next time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +110,7 @@ def measured_machine(weights: str, activations: str = "exact", force: bool = Fal
 
 def measure(weights: str, activations: str = "exact") -> Machine:
     """Measure this CPU with weights of a format."""
-    threads, load = torch.get_num_threads(), load_per_core()
-    source = f"measured here: {threads} threads, activations {activations}, {load:.1f} processes a core before it"
+    source = f"measured here: {torch.get_num_threads()} threads, activations {activations}"
     machine = replace(_overheads(), source=source)
     rates = _rates(weights, activations, machine)
     draft = rates if (weights, activations) == DRAFT_FORMAT else _rates(*DRAFT_FORMAT, machine)

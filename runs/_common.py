@@ -27,7 +27,6 @@ from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
 from eyas.files import write_text
 from eyas.hardware import cpu_name
-from eyas.locks import locked_folder
 from eyas.metrics import depth_counts
 from eyas_lab.bench.contestants import Drafting
 from eyas_lab.bench.intervals import Interval, bootstrap, difference_of_ratios, ratio, ratio_of_ratios
@@ -36,6 +35,7 @@ from eyas_lab.bench.rows import by_prompt
 from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
 from eyas_lab.bench.tasks import Prompt
 from eyas_lab.bench.tasks import load as load_task
+from eyas_lab.outputs import locked_folder
 
 RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given

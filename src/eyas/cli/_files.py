@@ -115,8 +115,7 @@ def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
 
 def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file, or the rows of a table as JSON."""
-    from eyas.text.chat_files import open_file
-    from eyas.text.sources import as_file, is_parquet, parquet_rows
+    from eyas.text.sources import as_file, is_parquet, open_file, parquet_rows
 
     if path == STDIN:
         yield from sys.stdin.buffer

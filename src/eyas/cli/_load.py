@@ -6,7 +6,6 @@ Heavy imports are inside the functions: the help of a command must not wait for 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import warnings
@@ -101,30 +100,6 @@ def plain_decoding(llm: LLM) -> LLM:
     return LLM(llm.target, drafters.find("vanilla").load(None, llm.target), llm.tokenizer)
 
 
-def check_exact(model: TargetOptions) -> None:
-    """Refuse a rounded target and kernels where features are read."""
-    if model.kernels not in ("auto", "off"):
-        raise OptionError(f"--kernels {model.kernels}: features are read by the model's own forward: leave it out")
-    for name in ("weights", "activations"):
-        if getattr(model, name) != "exact":
-            raise OptionError(
-                f"--{name} {getattr(model, name)}: features are read from the target as it is; the head serves a rounded target as well"
-            )
-
-
-def load_target(model: TargetOptions, device: str | None = None) -> LLM:
-    """Return the target by its own forward, with plain decoding: for reading its features."""
-    from dataclasses import replace
-
-    check_exact(model)
-    llm = load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
-    if llm.adapters:
-        raise OptionError(
-            "features are read from one model: give one adapter without a name, --adapter FOLDER, which is merged"
-        )
-    return llm
-
-
 def _owners(option: str) -> list[str]:
     """Return the methods that have an option."""
     from eyas import drafters
@@ -198,26 +173,6 @@ def text_of(path: Path, failure: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{failure}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def training_record(folder: Path) -> dict[str, Any]:
-    """Return the training.json of a head's folder; empty when it is missing or broken."""
-    try:
-        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def recorded_target(record: Mapping[str, Any]) -> str:
-    """Return the folder or hub id of the target in a head's record; empty when it is unknown or
-    embedded. A model with a name of its own goes by its hub id."""
-    from eyas import named
-
-    target = record.get("target")
-    name = str(target.get("name") or "") if isinstance(target, dict) else ""
-    model = named.of_target(name)
-    return name if model is None else model.published
 
 
 def _token_and_number(text: str) -> tuple[int, float]:

@@ -7,6 +7,7 @@ tokenizer and no model.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import zlib
@@ -14,14 +15,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from eyas.errors import EyasError, InputError, OptionError, first_line
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-__all__ = ["File", "RemoteFile", "as_file", "file_system", "is_parquet", "opened", "parquet_rows", "read_errors"]
+__all__ = [
+    "File",
+    "RemoteFile",
+    "as_file",
+    "is_parquet",
+    "open_file",
+    "opened",
+    "package_errors",
+    "parquet_rows",
+    "read_errors",
+]
 
 PARQUET = ".parquet"
 ROWS = 256  # of a Parquet file that are in memory at a time
@@ -95,27 +103,23 @@ def opened(file: File) -> io.BufferedReader:
         return open(file, "rb")
     import fsspec
 
-    with _package_errors(file):
+    with package_errors(file):
         stream = fsspec.open(file.url, "rb").open()
     return io.BufferedReader(stream)
 
 
-def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system of a URL, and the folder's path in it.
-
-    Raises:
-        OptionError: the package that reads such a URL is missing.
-        InputError: fsspec does not know this kind of URL.
+@contextmanager
+def open_file(file: File) -> Iterator[IO[bytes]]:
+    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
+    they cannot be read.
     """
-    from fsspec.core import url_to_fs
-
-    with read_errors(folder), _package_errors(folder):
-        files, path = url_to_fs(folder.url)
-    return files, path
+    with read_errors(file), opened(file) as plain:
+        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
+        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
 
 
 @contextmanager
-def _package_errors(file: RemoteFile) -> Iterator[None]:
+def package_errors(file: RemoteFile) -> Iterator[None]:
     """Turn the error of a missing package into a line that says how to install it."""
     try:
         yield

@@ -32,7 +32,7 @@ import numpy as np
 
 from eyas.errors import InputError
 from eyas.files import write_errors
-from eyas.locks import read_versioned
+from eyas_lab.outputs import read_versioned
 
 __all__ = ["DEPTH", "Datastore", "Manifest", "Matches", "Settings", "Source", "build", "order_of"]
 

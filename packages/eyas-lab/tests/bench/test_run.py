@@ -25,7 +25,6 @@ from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
 from eyas.hardware.machine import Used, cores, snapshot
-from eyas.locks import locked_folder
 from eyas.metrics import acceptance_by_depth
 from eyas_lab.bench import contestants, report
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
@@ -35,6 +34,7 @@ from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
 from eyas_lab.bench.summary import summarise, write
 from eyas_lab.bench.tasks import Prompt
+from eyas_lab.outputs import locked_folder
 
 pytestmark = pytest.mark.slow
 

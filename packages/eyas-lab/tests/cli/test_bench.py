@@ -16,10 +16,10 @@ import pytest
 
 import processes
 import zoo
-from eyas.locks import locked_folder
 from eyas_lab.bench.contestants import Drafting, Question
 from eyas_lab.bench.entries import HEADS
 from eyas_lab.bench.record import FORMAT, Answer
+from eyas_lab.outputs import locked_folder
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import pytest
 
 from eyas.core.drafter import TreeSize
 from eyas.errors import EyasError
-from eyas.speedup import tau_of
 from eyas_lab.predict import MACHINES, Head, Machine, Model, Prediction, Settings, read_head, read_machine, read_model
 from eyas_lab.predict.heads import TYPICAL, Acceptance
+from eyas_lab.predict.speedup import tau_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

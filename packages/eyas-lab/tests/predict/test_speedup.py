@@ -11,7 +11,7 @@ import pytest
 
 from eyas.adaptive.cost import Costs
 from eyas.core.drafter import TreeSize
-from eyas.speedup import Outcome, outcomes, tau_of
+from eyas_lab.predict.speedup import Outcome, outcomes, tau_of
 
 RESULTS = Path(__file__).resolve().parents[4] / "docs" / "results"
 LIMIT = TreeSize(26, 5, 4)

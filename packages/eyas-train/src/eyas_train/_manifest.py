@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.files import write_text
-from eyas.locks import read_versioned
 from eyas.text.sources import File
+from eyas_lab.outputs import read_versioned
 from eyas_train._tensors import tensors_digest, write_tensors
 from eyas_train.data import Data, Report
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from eyas.drafters import DraftMethod
 from eyas.errors import EyasError
-from eyas.locks import locked_folder
+from eyas_lab.outputs import locked_folder
 from eyas_train._process import InterruptHandler, flushed_denormals, frozen, kept_memory
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example, FeatureReader

@@ -99,8 +99,8 @@ class AuditOptions:
 
 def command(*, job: AuditOptions, draft: DraftOptions, model: TargetOptions, options: MethodOptions) -> int:
     """Check whether a deployment gives the target's own output: greedy, sampled, log-probabilities."""
-    from eyas.locks import locked_folder
     from eyas_lab.audit.run import Plan
+    from eyas_lab.outputs import locked_folder
 
     samplings, extra = _check(job, draft, model), _extra_body(job.extra_body)
     plain = load(model, DraftOptions(method="vanilla"), {})

@@ -91,8 +91,8 @@ def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions,
         _refuse_others(job, sampling, model)
         return _compare(*job.compare, as_json=job.as_json)
     from eyas.core.sampling import Sampling
-    from eyas.locks import locked_folder
     from eyas_lab.bench.simulate import parse_rates
+    from eyas_lab.outputs import locked_folder
 
     keywords = sampling_of(sampling)
     for temperature in job.temperature:

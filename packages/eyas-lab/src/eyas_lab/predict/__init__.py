@@ -6,7 +6,7 @@
     measure.py     the same of this CPU, measured
     prediction.py  passes, drafts, c, tau, speed-ups
 
-No weights are read. `eyas.speedup` finds the best tree.
+No weights are read. `speedup.py` finds the best tree.
 """
 
 from eyas_lab.predict.heads import Head, read_head

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eyas.core.drafter import TreeSize
-from eyas.speedup import Outcome, outcomes, tau_of
 from eyas_lab.predict.heads import Head
 from eyas_lab.predict.machines import Machine
 from eyas_lab.predict.models import WEIGHT_BYTES, Model
+from eyas_lab.predict.speedup import Outcome, outcomes, tau_of
 
 __all__ = ["Pass", "Prediction", "Settings", "TreePrediction", "weights_of"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
-from eyas.locks import read_versioned
+from eyas_lab.outputs import read_versioned
 
 __all__ = ["FILE", "Journal"]
 

@@ -24,7 +24,6 @@ from eyas.cli.tools import (
     TrainMethodOptions,
     UsageError,
     interruptible,
-    load_target,
     need_tokenizer,
     note,
     on_cluster,
@@ -33,8 +32,10 @@ from eyas.cli.tools import (
     spread,
 )
 from eyas.errors import InputError, OptionError
-from eyas.locks import check_output_folder, locked_output
+from eyas.locks import locked_output
+from eyas_lab.outputs import check_output_folder
 from eyas_train.commands._data import check_files, read_data
+from eyas_train.commands._targets import load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from eyas.core.params import is_whole
 from eyas.errors import InputError, near
 from eyas.text import template_keywords
-from eyas.text.chat_files import messages_of
+from eyas_lab.chat_files import messages_of
 
 __all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line", "speed_bench_line"]
 

@@ -24,8 +24,7 @@ def request_id(scope: Scope) -> str:
 
 
 class AccessLog:
-    """Gives every request an id, returns it as `x-request-id`, and logs method, path, status,
-    duration and id."""
+    """Gives every request an id, returns it as `x-request-id`, and logs method, path, status, time and id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

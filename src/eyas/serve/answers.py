@@ -17,13 +17,8 @@ class Silence:
 
 
 class Answer:
-    """The text generated for one job, for a single reader.
-
-    Args:
-        count: sequences of the job.
-        cancel: gives up what is left of the job.
-        join: whether several Deltas of a sequence that a slow reader has not taken yet become one.
-    """
+    """The text generated for one job, for a single reader. `join`: Deltas that a slow reader has not taken yet become
+    one."""
 
     def __init__(self, count: int, cancel: Callable[[Answer], None], join: bool = True) -> None:
         self.count = count
@@ -45,14 +40,9 @@ class Answer:
         self._written = asyncio.get_running_loop().time()
 
     async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
-        """Yield each Delta until every sequence has ended. Close the Answer afterwards.
-
-        Args:
-            keep_alive: seconds without `written` after which a Silence is yielded.
-
-        Raises:
-            Exception: the error of a sequence.
-        """
+        """Yield each Delta until every sequence has ended, and a Silence after `keep_alive` seconds without
+        `written`.
+        Raise the error of a sequence. Close the Answer afterwards."""
         self.written()
         while self._open:
             if keep_alive is not None and self._timer is None:
@@ -75,8 +65,7 @@ class Answer:
             self._cancel(self)
 
     def _check_silence(self, seconds: float) -> None:
-        """Wake the reader after `seconds` in which the client read nothing. One timer serves many Deltas: to set one
-        for each would cost more than to send it."""
+        """Wake the reader after silence. One timer serves many Deltas: setting one costs more than sending one."""
         loop = asyncio.get_running_loop()
         left = self._written + seconds - loop.time()
         self._timer = loop.call_later(left, self._check_silence, seconds) if left > 0 else None

@@ -46,14 +46,8 @@ def make_app(
     hosts: Sequence[str] = (),
     docs: bool = False,
 ) -> FastAPI:
-    """Return the application.
-
-    Args:
-        keys: one of them is needed, if there are any.
-        origins: origins of web pages that may use the server from a browser.
-        hosts: names by which the server answers; (): any.
-        docs: whether /docs shows FastAPI's page of the interface, whose scripts come from the network.
-    """
+    """Return the application, which needs one of the keys and answers by these host names, if there are any.
+    `docs`: /docs shows FastAPI's page of the interface, whose scripts come from the network."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -25,12 +25,7 @@ GUARDED = ("/v1", "/infill", "/tokenize", "/detokenize", "/tokenizer_info", "/st
 
 
 class KeyCheck:
-    """Lets requests with a right key through. Keeps digests of the keys only; each comparison takes
-    the same time.
-
-    Args:
-        keys: none: every request passes.
-    """
+    """Lets requests with a right key through, or all if there is none. Each comparison takes the same time."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
         self.app = app
@@ -56,7 +51,6 @@ class KeyCheck:
 
 
 def given_key(headers: Headers) -> str | None:
-    """Return the key that a request brings; None without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
 
@@ -78,13 +72,8 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def allowed_hosts(listens_at: str, given: Collection[str], has_keys: bool) -> tuple[str, ...]:
-    """Return the names that are let through; (): all.
-
-    Args:
-        listens_at: the server's address.
-        given: names by option.
-        has_keys: requests need a key. A foreign page has none, so no name is refused.
-    """
+    """Return the names that are let through; (): all. No name is refused with keys, which a foreign page does not
+    have."""
     local = listens_at in LOCAL
     if not given and (has_keys or not local):
         return ()

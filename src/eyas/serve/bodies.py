@@ -21,8 +21,6 @@ Kind = TypeVar("Kind", bound=Body)
 def add_route(
     routes: APIRouter, path: str, kind: type[Kind], answer: Callable[[Request, Kind], Awaitable[Response]]
 ) -> None:
-    """Add a route of POST, whose body is read as this model."""
-
     async def route(request: Request) -> Response:
         return await answer(request, await read_body(request, kind))
 
@@ -32,11 +30,8 @@ def add_route(
 
 
 async def read_body(request: Request, kind: type[Kind]) -> Kind:
-    """Return the request's body as this model; raise ApiError where it cannot be used.
-
-    Only JSON by name is read: a web page of another origin cannot send that without being asked for
-    its permission first.
-    """
+    """Return the request's body as this model. Only JSON by name is read: a page of another origin must ask to send
+    it."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, "send the body as JSON, with the header `Content-Type: application/json`")
@@ -55,8 +50,7 @@ async def read_body(request: Request, kind: type[Kind]) -> Kind:
 
 
 def _check_numbers(content: bytes) -> None:
-    """Raise ApiError where a body that was read holds NaN or Infinity: JSON has neither, and what is sent back, such
-    as `metadata`, would be no JSON either."""
+    """Refuse NaN and Infinity: JSON has neither, and what is sent back, such as `metadata`, would not be JSON."""
     if b"NaN" not in content and b"Infinity" not in content:
         return
     for name, value in json.loads(content).items():

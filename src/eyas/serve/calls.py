@@ -50,16 +50,10 @@ class UnfinishedError(ValueError):
 
 
 def read_calls(text: str, tools: Mapping[str, Any], last: bool = False) -> list[Function]:
-    """Return the functions that a text calls; [] for JSON that is not a call.
-
-    Args:
-        tools: schemas of the arguments by function: they say which texts are numbers.
-        last: nothing follows, so that marks in arguments need not come in pairs and a final mark may lack.
-
-    Raises:
-        UnfinishedError: see there.
-        ValueError: the text is not a call.
-    """
+    """Return the functions that a text calls; [] for JSON that is not a call. Raise ValueError if the text is not a
+    call.
+    `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark may
+    lack."""
     text = text.strip()
     try:
         return functions_of(_values(text))
@@ -151,8 +145,7 @@ def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[dict[str, A
 
 
 def _tagged_value(text: str, key: re.Match[str], last: bool) -> tuple[str, int]:
-    """Return the text of an argument, and the place after it. Calls inside of it are skipped, and a text that
-    begins with a line break ends with one; neither, if this is the last chance to read it."""
+    """Return the text of an argument without calls inside of it, and the place after it."""
     begin, depth = key.end(), 0
     in_lines = bool(key[1]) and text.startswith("\n", begin)
     for mark in VALUE_END.finditer(text, begin):

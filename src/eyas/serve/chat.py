@@ -33,7 +33,6 @@ LAST = "(the last message ends here)"  # is looked for in a rendered chat
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
-    """Answer one request."""
     made = await prepare(service, body)
     job = made.job
     dialect = ChatCompletion(
@@ -87,9 +86,7 @@ def _structure_of(keywords: Mapping[str, Any]) -> str:
 
 
 def _reader(service: Service, grammar: Grammar, body: ChatBody, tools: Tools) -> Reader:
-    """Return the reader of the answers. Which region the prompt leaves open depends on its end, not on the messages
-    before: on the text that the template writes after the last message, and on the beginning of an answer that the
-    client gives."""
+    """Return the reader of the answers. The end of the prompt says which region it leaves open."""
     messages = [{**message, "content": _text_of(message.get("content"))} for message in body.messages]
     prefill = messages[-1]["content"] if body.continue_final_message else ""
     last = len(messages) - 1 - bool(body.continue_final_message)
@@ -126,7 +123,6 @@ def prompt_of(
 
 
 def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of the system's without the line in which Claude Code counts its requests."""
     content = message.get("content") if message.get("role") in ("system", "developer") else None
     parts = content if isinstance(content, list) else [{"text": content}]
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else None
@@ -138,7 +134,6 @@ def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:
-    """Return OpenAI's predicted output as token ids."""
     text = prediction.text if prediction else ""
     return service.encode(text, special=False) if text else ()
 

@@ -30,7 +30,6 @@ DEFAULT_TOKENS = 16  # OpenAI's default
 
 
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
-    """Answer one request."""
     model = service.model_name(body.model)
     prompts, n = body.prompts(), body.n or 1
     check_count(service.settings, len(prompts), n)
@@ -84,8 +83,6 @@ def _middles(service: Service, body: CompletionBody) -> list[Middle]:
 
 @dataclass
 class Completion(Dialect):
-    """OpenAI's text completions."""
-
     texts: TokenTexts
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
@@ -144,7 +141,6 @@ class Completion(Dialect):
 
 
 async def infill(service: Service, request: Request, body: InfillBody) -> Response:
-    """Answer one request in llama.cpp's form."""
     model = service.model_name(body.model)
     files = [(file.filename, file.text) for file in body.input_extra or ()]
     made = await service.in_worker(middle_of, service.tokenizer, body.input_prefix, body.input_suffix, files)
@@ -159,8 +155,6 @@ async def infill(service: Service, request: Request, body: InfillBody) -> Respon
 
 
 class Infill(Completion):
-    """llama.cpp's form of a completion."""
-
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         choice = choices[0] if choices else {"text": "", "finish_reason": None, "stop_reason": None}
         stop, reason = choice["finish_reason"], choice["stop_reason"]

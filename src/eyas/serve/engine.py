@@ -46,8 +46,6 @@ SEEDS = SystemRandom()
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence of a job."""
-
     index: int
     request: Request
     method: str
@@ -60,14 +58,13 @@ class Sequence:
 
 
 class Engine:
-    """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event
-    loop and its workers."""
+    """Serves jobs. After `start`, `submit` and `prepare` may be called from the event loop and its workers."""
 
     def __init__(
         self, llm: LLM, settings: Settings, metrics: Metrics, rest: Callable[[bool], bool] | None = None
     ) -> None:
-        """`rest`: called between requests, with whether none is in flight; returns whether it wants to be called
-        again while nothing else is to be done."""
+        """`rest`: called between requests, with whether none is in flight; returns whether it is to be called again
+        soon."""
         self.llm = llm
         self._rest = rest
         self._ended = False  # whether a sequence has ended since `rest` was last called
@@ -102,7 +99,7 @@ class Engine:
             self._thread.join()
 
     def halt(self) -> None:
-        """Give up everything: those who wait for an answer get an error."""
+        """Give up everything: whoever waits for an answer gets an error."""
         self._inbox.put(None)
 
     def drain(self) -> None:
@@ -125,7 +122,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no job is here."""
         return not self._accepted
 
     @property
@@ -142,12 +138,7 @@ class Engine:
             raise ApiError(503, "the server is shutting down: ask another one", headers={"retry-after": "5"})
 
     def prepare(self, job: Job) -> list[tuple[Request, TextReader]]:
-        """Return the engine's requests for a job, checked. Takes a while for long prompts, so it
-        runs in a worker.
-
-        Raises:
-            EyasError: the job cannot be served.
-        """
+        """Return the engine's requests for a job, checked. Slow for long prompts, so it runs in a worker."""
         self.methods.drafter(job.method or self.llm.method)
         prepared = []
         traced = FEATURE.plug_for("cycles").traced if job.cycles else None
@@ -161,11 +152,7 @@ class Engine:
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
-        """Queue a job, whole or not at all.
-
-        Raises:
-            ApiError: the queue is full (429), or the server takes no jobs (503).
-        """
+        """Queue a job, whole or not at all; ApiError if the queue is full (429) or the server takes no jobs (503)."""
         self.check_open()
         with self._lock:
             if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
@@ -210,8 +197,7 @@ class Engine:
         self._end(self._sequences(), error)
 
     def _step(self, decoders: list[Decoder]) -> None:
-        """Run one step of each Decoder. A prompt in one of them waits for the cycles of all, so its budget counts them
-        all."""
+        """Run one step of each Decoder. A prompt in one of them waits for the cycles of all: its budget counts them."""
         seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
         for decoder in decoders:
             decoder.prompts.other_decoders_seconds = sum(seconds.values()) - seconds[decoder]
@@ -224,8 +210,7 @@ class Engine:
         return [*self._in_flight.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
-        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the
-        thread is to end."""
+        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread ends."""
         idle = not self._waiting and not self._in_flight
         rested = self._use_rest(idle)
         wait = idle and not rested
@@ -330,13 +315,7 @@ class Engine:
 
 
 class DeltaMaker:
-    """Turns the Steps of one sequence into Deltas, in order.
-
-    Args:
-        index: number of the sequence in its job.
-        stop_ids: tokens that end the sequence because the job says so.
-        writer: says what happened in each cycle, if that is asked for.
-    """
+    """Turns the Steps of one sequence into Deltas, in order."""
 
     def __init__(
         self, index: int, reader: TextReader, stop_ids: Collection[int] = (), writer: CycleWriter | None = None
@@ -373,8 +352,7 @@ class DeltaMaker:
 
 
 def drafted_nodes(steps: Iterable[Step]) -> list[int]:
-    """Return for each Step how many nodes, the root excluded, its cycle's draft had for its row. Each draft is read
-    once."""
+    """Return for each Step the nodes of its cycle's draft for its row, without the root. Each draft is read once."""
     counts: dict[int, list[int]] = {}
 
     def counted(draft: Draft) -> list[int]:

@@ -97,11 +97,8 @@ class ApiError(Exception):
 
 
 def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
-    """Return the answer for an exception: a mistake in the request has status 400, everything else 500.
-
-    Args:
-        fields: those that the request's body gives; the one that the error is about is named.
-    """
+    """Return the answer for an exception; it names the field among `fields`, those of the body, that the error is
+    about."""
     prompt = next((name for name in PROMPTS if name in fields), "messages")
     if isinstance(error, ApiError):
         error.param = prompt if error.param == "messages" else error.param
@@ -135,8 +132,8 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Return the answer for a body that pydantic refuses: its first complaint, with the field's
-    name. Where a field may have one of several types, all of them are named."""
+    """Return the answer for a body that pydantic refuses: its first complaint, with all types that the field may
+    have."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if complaints[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
@@ -148,14 +145,12 @@ def invalid_body(error: ValidationError) -> ApiError:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Return the field that a complaint of pydantic is about; it ends where a list or a choice of
-    types begins."""
+    """Return the field that a complaint of pydantic is about, up to a list or a choice of types."""
     names = takewhile(lambda part: isinstance(part, str) and FIELD.fullmatch(part) and part not in TYPE_NAMES, location)
     return ".".join(map(str, names))
 
 
 def _in_our_words(message: str) -> str:
-    """Return a complaint of pydantic in words that follow the name of a field."""
     for theirs, ours in IN_OUR_WORDS.items():
         message = re.sub(theirs, ours, message)
     return message

@@ -37,11 +37,7 @@ async def replace_draft(service: Service, request: Request, body: DraftBody) -> 
 
 
 async def change_head(service: Service, source: str) -> None:
-    """Load the head of a folder or hub id, and let it draft between two cycles.
-
-    Raises:
-        CheckpointError: it cannot take the place of the one in use.
-    """
+    """Load a head and let it draft between two cycles. Raise CheckpointError if it does not fit."""
     heads = service.heads
     assert heads is not None, "the head of this server can be replaced"
     head = await service.in_worker(heads.load, source)
@@ -50,7 +46,6 @@ async def change_head(service: Service, source: str) -> None:
 
 
 def _check_admin(service: Service, request: Request) -> None:
-    """Raise ApiError unless the request brings the admin's key."""
     if service.settings.admin_key is None:
         raise ApiError(403, "this server has no key for its admin: start it with --admin-key KEY")
     given = (given_key(request.headers) or "").encode("utf-8", "surrogatepass")
@@ -59,7 +54,6 @@ def _check_admin(service: Service, request: Request) -> None:
 
 
 def _source(heads: Heads, body: DraftBody) -> str:
-    """Return the head that the body names."""
     if (body.path is None) == (body.name is None):
         raise ApiError(400, 'give either "path", a folder of this machine, or "name", a hub id or "given"')
     if body.path is not None:

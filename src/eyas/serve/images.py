@@ -35,11 +35,7 @@ def holds_images(messages: Sequence[Any]) -> bool:
 
 
 def with_images(messages: Sequence[Any]) -> list[Any]:
-    """Return the messages with images of Pillow in the place of their data: URLs.
-
-    Raises:
-        ApiError: an image that is not a data: URL or cannot be read, too many images, or too many pixels.
-    """
+    """Return the messages with images of Pillow in place of their data: URLs."""
     room = Room(MOST_IMAGES, MOST_PIXELS)
     return [_convert(message, number, room) for number, message in enumerate(messages, start=1)]
 
@@ -91,8 +87,7 @@ def _url_of(part: Mapping[str, Any], named: str) -> str:
 
 
 def _open(url: str, named: str) -> Any:
-    """Return the image of a data: URL. Only its header is read yet, so its size is known before
-    memory is taken for it."""
+    """Return the image of a data: URL. Only its header is read, so its size is known before memory is taken for it."""
     try:
         from PIL import Image
     except ImportError:

@@ -23,7 +23,6 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter()
     listed = _listed_models(service)
 
@@ -95,7 +94,6 @@ def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """Return a tokenizer's description, as vLLM gives it."""
     if tokenizer is None:
         raise ApiError(404, "this server has no tokenizer")
     special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}

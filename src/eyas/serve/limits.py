@@ -14,8 +14,7 @@ __all__ = ["BodyLimit", "answer_tokens", "check_count", "check_ids"]
 
 
 class BodyLimit:
-    """Refuses bodies that are too large: unread where their announced length says so, else as soon as
-    the limit is passed."""
+    """Refuses bodies that are too large: unread where their announced length says so, else at the limit."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -63,12 +62,7 @@ def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 
 def answer_tokens(settings: Settings, prompt: int, asked: int | None, default: int) -> int:
     """Return the tokens that an answer may have: at most the server's limit and the room after the prompt. Clients
-    that cannot know either ask for more; their answer is cut there, and says so as any answer that is cut.
-
-    Raises:
-        ApiError: the prompt leaves no room, in the words of OpenAI and of Anthropic by which clients know that they
-            must shorten the conversation.
-    """
+    know neither, so their answer is cut there. A prompt without room is refused in words by which clients know it."""
     context = settings.max_model_len
     if prompt >= context:
         raise ApiError(

@@ -24,11 +24,7 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenTexts:
-    """Tokens as clients read them.
-
-    Args:
-        vocab: ids that the target may emit: 0..vocab - 1.
-    """
+    """Tokens 0..vocab - 1 as clients read them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab: int) -> None:
         self._tokenizer = tokenizer
@@ -55,11 +51,9 @@ class TokenTexts:
         return [other.encode() if text is None else text for text, other in zip(self._in_text, named, strict=True)]
 
     def has_text(self, token: int) -> bool:
-        """Return whether the token adds to a text; special tokens do not."""
         return self._in_text[token] is not None
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the token's bytes, which may be part of a character."""
         return self._bytes[token]
 
     def text_of(self, token: int) -> str:
@@ -71,13 +65,7 @@ class TokenTexts:
     def completion(
         self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the `logprobs` of a completion.
-
-        Args:
-            tokens: the prompt's (echo) and the answer's.
-            values: None for the first token of a prompt.
-            offsets: where each token begins, as `TextOffsets` counts.
-        """
+        """Return the `logprobs` of a completion. `values` has None for the first token of a prompt."""
         return {
             "tokens": [self.text_of(token) for token in tokens],
             "token_logprobs": [None if value is None else _finite(value.logprob) for value in values],
@@ -86,17 +74,13 @@ class TokenTexts:
         }
 
     def offsets(self, text: str, begin: int = 0) -> TextOffsets:
-        """Return offsets of the tokens of what comes after the first `begin` characters of a text.
-
-        Args:
-            text: as far as it is known; special tokens that a prompt spells out have a place in it.
-        """
+        """Return offsets of tokens after the first `begin` characters of a text. Special tokens in the text have a
+        place in it."""
         detokeniser = None if self._tokenizer is None else Detokeniser(self._tokenizer)
         return TextOffsets(self, detokeniser, text, begin)
 
     def _top(self, value: TokenLogprobs) -> dict[str, float]:
-        """Return the most probable tokens and the token itself, by text; of two with the same text,
-        the more probable one."""
+        """Return the most probable tokens and the token itself, by text; of equal texts, the more probable."""
         listed: dict[str, float] = {}
         for token, logprob in (*value.top, (value.token, value.logprob)):
             listed.setdefault(self.text_of(token), _finite(logprob))
@@ -136,8 +120,8 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Counts where tokens begin in the text, in characters. A token that begins within a character
-    begins where the character does; a special token has no text."""
+    """Counts where tokens begin in the text, in characters. A token within a character begins where the character
+    does."""
 
     def __init__(self, texts: TokenTexts, detokeniser: Detokeniser | None, text: str, begin: int) -> None:
         self._texts, self._detokeniser, self._text = texts, detokeniser, text

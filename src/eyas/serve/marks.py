@@ -61,8 +61,7 @@ class Marks(dict[str, Any]):
     """Marks that are looked for together, each with the region that it opens."""
 
     def find(self, text: str, begin: int, final: bool) -> tuple[str, int]:
-        """Return the first mark and its place. Without one: "" and the place from which a later text may make one.
-        `final`: no later text comes."""
+        """Return the first mark and its place; without one "" and the place from which a later text may make one."""
         hold = len(text)
         if not final:
             first = max(begin, hold + 1 - max(map(len, self), default=0))
@@ -89,43 +88,26 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """The marks that are read in the answers to one request.
-
-    Attributes:
-        first: marks that count at the beginning of the answer, and after a region.
-        later: marks that count after text.
-        special: special tokens that belong to a mark, by their spelling in the read text.
-        calls: whether calls are read.
-        channels: whether messages have heads, as gpt-oss writes them.
-        structured: the answer has a structure, so that a region without an end is text.
-    """
+    """The marks that are read in the answers to one request."""
 
     llm: LLM
     tools: Tools
-    first: Marks
-    later: Marks
-    special: Mapping[int, str]
-    calls: bool
-    channels: bool
-    structured: bool
+    first: Marks  # that count at the beginning of the answer, and after a region
+    later: Marks  # that count after text
+    special: Mapping[int, str]  # special tokens that belong to a mark, by their spelling in the read text
+    calls: bool  # whether calls are read
+    channels: bool  # whether messages have heads, as gpt-oss writes them
+    structured: bool  # the answer has a structure, so that a region without an end is text
 
     @cached_property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """The schemas of the arguments of each function."""
         functions = [tool["function"] for tool in self.tools.listed]
         given = {one["name"]: (one.get("parameters") or {}).get("properties") for one in functions}
         return {name: schemas if isinstance(schemas, Mapping) else {} for name, schemas in given.items()}
 
 
 def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
-    """Return the grammar of the answers to a request.
-
-    Args:
-        structure: the keyword by which the request asks for structured output; "" for free text.
-
-    Raises:
-        ApiError: the model may call functions, and nothing tells how it writes calls.
-    """
+    """Return the grammar of the answers to a request; `structure` is its keyword of structured output, or ""."""
     own, written = getattr(llm.tokenizer, "response_template", None), str(getattr(llm.tokenizer, "chat_template", ""))
     template = _template_of_type(llm) if own is None else own
     named = [_named(json.dumps(template, ensure_ascii=False), template), _named(written, {})]

@@ -16,19 +16,13 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """The input and output items up to a response."""
-
     items: tuple[Item, ...]
     size: int
 
 
 class Memory:
-    """The conversations of the last responses. The oldest ones are forgotten.
-
-    Args:
-        max_responses: responses that are kept.
-        max_bytes: their size as JSON. What several responses share counts for each of them.
-    """
+    """The conversations of the last `max_responses` responses, at most `max_bytes` of JSON. The oldest are
+    forgotten."""
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses

@@ -113,16 +113,11 @@ class CountBody(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """See `Body.ignored`."""
         others = [name for name in self.chat().ignored if name not in WITHOUT_EFFECT]
         return sorted([*others, *(["thinking.budget_tokens"] if self.thinking and self.thinking.budget_tokens else [])])
 
     def chat(self) -> ChatBody:
-        """Return the same request as a chat.
-
-        Raises:
-            ApiError: a field or a part of a message that is not served.
-        """
+        """Return the same request as a chat."""
         made = [*_system(self.system), *_messages(self.messages)]
         messages = [message for message, _ in made]
         if not messages:
@@ -148,7 +143,6 @@ class CountBody(Body):
         return chat.placed([place for _, place in made])
 
     def limits(self) -> dict[str, Any]:
-        """Return the fields of a chat that say how the answer is sampled and where it ends."""
         return {}
 
 
@@ -163,13 +157,11 @@ class MessagesBody(CountBody):
     top_p: float | None = None
 
     def limits(self) -> dict[str, Any]:
-        """See `CountBody.limits`."""
         names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter()
 
     async def messages(request: Request, body: MessagesBody) -> Response:
@@ -220,7 +212,6 @@ def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
 
 
 def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a result of a tool as a message."""
     result = block.get("content") or ""
     text = [_part(part, place) for part in result] if isinstance(result, list) else result
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
@@ -242,7 +233,6 @@ def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _part(given: Any, place: str) -> dict[str, Any]:
-    """Return a text or an image as a part of a chat's message."""
     block = given if isinstance(given, dict) else {}
     source = block.get("source")
     if block.get("type") == "text":
@@ -282,8 +272,6 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
 
 
 class Writer(BlockWriter):
-    """Writes one message, as a whole or as events."""
-
     def __init__(self, chat: Chat, identity: str) -> None:
         super().__init__(chat)
         self.identity = identity

@@ -29,12 +29,7 @@ class Methods:
         self._lock = threading.Lock()
 
     def drafter(self, method: str, adapter: str = "") -> Drafter:
-        """Return the drafter of this method for an adapter of the target, adaptive where the
-        server's own method is.
-
-        Raises:
-            OptionError: a method that this server does not have.
-        """
+        """Return the drafter of this method for an adapter of the target, adaptive where the server's own method is."""
         if method not in self.names:
             raise OptionError(f"speculation: this server drafts by {', '.join(self.names)}; there is no {method!r}")
         with self._lock:
@@ -45,8 +40,7 @@ class Methods:
             return with_policy(*self._loaded[method, adapter])
 
     def _with_adapter(self, method: str, adapter: str) -> tuple[Drafter, Policy | None]:
-        """Return the method with the weights that it has for the server's own target, and a policy
-        that learns by itself."""
+        """Return the method with its weights for the server's own target, and a policy that learns by itself."""
         if method == self.llm.method:
             return self.llm.view(adapter)[1:]
         own = method, self.llm.target.adapter

@@ -108,12 +108,10 @@ class Metrics:
         self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
 
     def text(self) -> bytes:
-        """Return all metrics, as Prometheus reads them."""
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
-        """Return about how long a new sequence would wait if there are `sequences` before it: whole seconds from 1 to
-        60."""
+        """Return about how long a new sequence would wait behind `sequences`: whole seconds from 1 to 60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def admitted(self, times: SequenceTimes) -> None:
@@ -124,8 +122,7 @@ class Metrics:
         self.queried_tokens.inc(times.prompt_tokens)
 
     def stepped(self, news: Sequence[tuple[Delta, SequenceTimes]]) -> None:
-        """Count what sequences have got in one cycle. Counters are raised once for all of them: each raise costs
-        microseconds of every cycle."""
+        """Count the tokens of one cycle. Counters are raised once for all sequences: each raise costs microseconds."""
         now = time.monotonic()
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
@@ -138,7 +135,6 @@ class Metrics:
                 self.ended(times, delta.finish)
 
     def _count(self, sums: CycleSums) -> None:
-        """Raise the counters of drafted and accepted tokens."""
         for decision, count in sums.plans.items():
             self._with_label(self.cycles, decision=decision).inc(count)
         if sums.cycles:
@@ -151,7 +147,6 @@ class Metrics:
             self._with_label(self.accepted_by_position, position=str(min(position, DEEPEST - 1))).inc(count)
 
     def _time(self, now: float, tokens: int, times: SequenceTimes) -> None:
-        """Record the latency of what has just come."""
         if times.first is None:
             times.first = now
             self.first_token_seconds.observe(now - times.arrived)
@@ -161,8 +156,7 @@ class Metrics:
         times.last = now
 
     def _with_label(self, counter: Counter, **label: str) -> Counter:
-        """Return the counter of one label; looked up once, as prometheus-client's own look-up takes
-        longer than the counting."""
+        """Return the counter of one label; prometheus-client's own look-up takes longer than the counting."""
         key = (counter, *label.values())
         if key not in self._with_labels:
             self._with_labels[key] = counter.labels(**self._label, **label)
@@ -186,7 +180,6 @@ class _WithoutTimes:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the registry."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
@@ -196,8 +189,6 @@ WINDOW_SECONDS = 10.0
 
 
 class Moment(NamedTuple):
-    """One Delta as numbers."""
-
     at: float
     tokens: int
     cycles: tuple[CycleFigures, ...]
@@ -212,7 +203,6 @@ class RecentTokens:
         self._started = time.monotonic()
 
     def add(self, now: float, delta: Delta) -> None:
-        """Count a Delta."""
         with self._lock:
             self._moments.append(Moment(now, len(delta.token_ids), delta.cycles))
             self._forget(now)

@@ -46,14 +46,7 @@ class Middle:
 
 
 def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> Middle:
-    """Return the prompt for what stands between two texts.
-
-    Args:
-        files: names and texts of further files, for models that know them.
-
-    Raises:
-        ApiError: the tokenizer has no marks.
-    """
+    """Return the prompt for what stands between two texts. `files`: names and texts of further files."""
     vocabulary = tokenizer.get_vocab()
     marks = next((names for names in MARKS if all(name in vocabulary for name in names)), None)
     if marks is None:
@@ -78,6 +71,5 @@ def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """Return the token that the tokenizer begins every text with, if it does."""
     first = encode(tokenizer, "a")[:1]
     return first if first == [tokenizer.bos_token_id] else []

@@ -26,12 +26,7 @@ GROWTH = 4  # rows of each size of Decoder over those of the size before
 
 
 class DecoderPool:
-    """Opens Decoders when they are needed, and closes the least recently used idle ones.
-
-    Args:
-        rows: sequences in flight at most, over all Decoders.
-        prefill_budget: prompt tokens that one step of a Decoder reads at most.
-    """
+    """Opens Decoders when they are needed, and closes the least recently used idle ones."""
 
     def __init__(self, methods: Methods, rows: int, prefill_budget: Budget) -> None:
         self.methods = methods
@@ -43,17 +38,12 @@ class DecoderPool:
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
-        """Return the Decoders that have something to do."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
-        """Return a Decoder with a row for a new sequence; `release` gives the row back.
-
-        Args:
-            load: sequences in flight and waiting, the new one included.
-            adapter: name of an adapter of the target; each has Decoders, and so keys and values, of
-                its own.
-        """
+        """Return a Decoder with a row for a new sequence; `release` gives the row back. `load` counts sequences in
+        flight
+        and waiting, the new one included. Each adapter has Decoders, and so keys and values, of its own."""
         kind = method, adapter
         size = self._size(kind, load)
         decoder = self._decoders.pop((kind, size), None) or self._open(kind, size)
@@ -62,12 +52,11 @@ class DecoderPool:
         return decoder
 
     def release(self, decoder: Decoder) -> None:
-        """Give back the row of a sequence that has left the Decoder."""
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
-        """Return the rows of the Decoder to enter: enough for the load. A larger one that is busy
-        is taken if the load fills much of it."""
+        """Return the rows of the Decoder to enter: enough for the load, or more if the load fills much of a
+        busy one."""
         enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
         busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
         return min(busy or enough)

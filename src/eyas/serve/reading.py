@@ -60,7 +60,6 @@ class Source:
         self._special: deque[tuple[int, str]] = deque()  # places in the tokens' text
 
     def read(self, delta: Delta) -> str:
-        """Return the text that a Delta adds."""
         last = ""
         for token in delta.token_ids:
             last = self._detokeniser.feed(token)
@@ -91,11 +90,7 @@ class Reader:
     """
 
     def __init__(self, grammar: Grammar, opening: str = "", prefill: str = "") -> None:
-        """
-        Args:
-            opening: the beginning of the assistant's turn that the chat template writes.
-            prefill: the beginning of the answer that the client gives.
-        """
+        """`opening`: how the template begins the turn. `prefill`: the beginning of the answer that the client gives."""
         self.called = False
         self.reasoning_tokens = 0
         self.added = ""
@@ -141,13 +136,11 @@ class Reader:
         self._text, self._region = "", Region("call", endless=True) if self._grammar.tools.forced else CONTENT
 
     def new(self) -> Reader:
-        """Return a reader of another answer to the same prompt."""
         made = copy(self)
         made._source = Source(self._grammar)
         return made
 
     def read(self, delta: Delta) -> list[Part]:
-        """Return the parts that a Delta adds."""
         text, self._finish = self._source.read(delta), delta.finish
         return self._read_on(text)
 
@@ -193,7 +186,6 @@ class Reader:
         return []
 
     def _leave(self, length: int) -> None:
-        """End the region after so much text."""
         self._take(length)
         self._after, self._region, self._first = self._region.kind, CONTENT, True
 
@@ -216,7 +208,6 @@ class Reader:
         return [] if mark else None
 
     def _counted(self, count: int) -> str:
-        """Take text of the reasoning, and count its tokens."""
         begin, taken = self._source.length - len(SPECIAL.sub("", self._text)), self._take(count)
         end, ends = begin + len(SPECIAL.sub("", taken)), self._source.ends
         while ends and ends[0] <= end:
@@ -270,8 +261,8 @@ class Reader:
         return [_call(number, function) for number, function in enumerate(made, self._calls - len(made))]
 
     def _functions(self, mark: str, place: int, last: bool) -> list[Function] | str | None:
-        """Return the functions that the text up to a closing mark calls, or the text where it is not a call. None: the
-        mark is a part of an argument."""
+        """Return the functions up to a closing mark, the text if it is not a call, or None for a mark in an
+        argument."""
         region, body, schemas = self._region, self._text[:place], self._grammar.schemas
         end = "" if region.endless else mark
         whole = self._mark + body + end
@@ -313,6 +304,5 @@ def _text_part(name: str, text: str) -> list[Part]:
 
 
 def _call(number: int, function: Function) -> Part:
-    """Return a whole call, as a part of a delta."""
     call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": dict(function)}
     return {"tool_calls": [call]}

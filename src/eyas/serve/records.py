@@ -59,7 +59,6 @@ class Delta:
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
-        """Return this Delta and the next one of the same sequence as one."""
         return replace(
             later,
             text=self.text + later.text,
@@ -99,7 +98,6 @@ class CycleSums:
 
     @classmethod
     def from_cycles(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
-        """Add the cycles up."""
         return cls(
             cycles=len(cycles),
             emitted=sum(cycle.emitted for cycle in cycles),
@@ -117,8 +115,6 @@ class CycleSums:
 
 @dataclass
 class Totals:
-    """A sequence so far."""
-
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -130,7 +126,6 @@ class Totals:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Add what came next."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.finish = delta.finish or self.finish

@@ -35,20 +35,17 @@ class Dialect(ABC):
     chunk_object = ""
 
     @abstractmethod
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        """Return a choice of the whole response."""
+    def choice(self, index: int, totals: Totals) -> dict[str, Any]: ...
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices that a Delta adds, each to be sent in a chunk of its own; none while
-        there is nothing to be seen."""
+        """Return the choices that a Delta adds, each for a chunk of its own; none while there is nothing to be seen."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the choices of chunks that come before anything is generated."""
         return []
 
     def reasoning_tokens(self) -> int:
-        """Return how many tokens of reasoning have been read."""
         return 0
 
     def extra(self, totals: list[Totals]) -> dict[str, Any]:
@@ -76,11 +73,7 @@ async def reply(service: Service, request: Request, body: GenerationBody, dialec
 
 
 async def whole(request: Request, answer: Answer) -> list[Totals]:
-    """Return the sequences of a job, once all have ended. Closes the Answer.
-
-    Raises:
-        ApiError: the client has hung up; the job is given up.
-    """
+    """Return the sequences of a job, once all have ended. Closes the Answer."""
     try:
         return await unless_gone(request, _collect(answer))
     finally:
@@ -154,8 +147,7 @@ def _figures(dialect: Dialect, totals: list[Totals]) -> dict[str, Any]:
 
 
 def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:
-    """Return counts and times under llama.cpp's names. The times are the cycles', without the prompt's own
-    pass."""
+    """Return counts and times under llama.cpp's names, without the prompt's own pass."""
     sums = CycleSums.from_cycles([cycle for each in totals for cycle in each.cycles])
     cached = sum(each.cached_tokens for each in totals[:: job.n])
     milliseconds = 1000 * sums.seconds

@@ -43,7 +43,6 @@ TEXTS = {
 
 
 async def respond(service: Service, request: Request, body: ResponsesBody) -> Response:
-    """Answer one request."""
     memory, owner = service.memory, owner_of(request.headers)
     items = _conversation(memory, owner, body)
     made = await prepare(service, body.chat(items))
@@ -56,11 +55,7 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
 
 
 def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the items of the request, behind an earlier response's items, and with the items that it names.
-
-    Raises:
-        ApiError: a response or an item that is not remembered.
-    """
+    """Return the items of the request after an earlier response's, and with the items that it names."""
     hint = f"this server remembers the last {memory.max_responses} responses: send the whole conversation, with store set to false"
     before: Sequence[dict[str, Any]] = ()
     if body.previous_response_id is not None:
@@ -82,8 +77,6 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[
 
 
 class Writer(BlockWriter):
-    """Writes one response, as a whole or as events."""
-
     def __init__(self, chat: Chat, body: ResponsesBody, keep: Callable[[str, list[dict[str, Any]]], None]) -> None:
         super().__init__(chat)
         self.body = body
@@ -93,7 +86,6 @@ class Writer(BlockWriter):
         self._number = -1  # number of the last event
 
     def response(self) -> dict[str, Any]:
-        """Return the response object, once it has ended; it is remembered."""
         cut = self.totals.finish == "length"
         status = "incomplete" if cut else "completed"
         output = [self._item(block, status) for block in self.blocks]
@@ -204,5 +196,4 @@ def _part(block: Block) -> Mapping[str, Any]:
 
 
 def _logprobs(block: Block) -> dict[str, list[Any]]:
-    """Return the log-probabilities that events of a text must have: none."""
     return {"logprobs": []} if block.kind == "text" else {}

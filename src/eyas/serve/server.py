@@ -26,11 +26,7 @@ log = logging.getLogger("eyas.serve")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at this address, not listening yet; port 0 is any that is free.
-
-    Raises:
-        OptionError: the address cannot be had.
-    """
+    """Return a socket at this address, not listening yet; port 0 is any that is free."""
     made = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -49,10 +45,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 class Server(uvicorn.Server):
     """Ends after SIGTERM or Ctrl-C, and when the engine has failed.
-
-    Running answers have `drain_seconds` to end. A second signal gives them up; a third one does not
-    wait for anything.
-    """
+    Running answers have `drain_seconds` to end. A second signal gives them up; a third one waits for nothing."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
@@ -64,7 +57,6 @@ class Server(uvicorn.Server):
         self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM and SIGINT."""
         self._signals += 1
         now = time.monotonic()
         if self._signals == 1:
@@ -106,11 +98,7 @@ class Server(uvicorn.Server):
 def serve(
     app: FastAPI, service: Service, listening: socket.socket, *, drain_seconds: float, json_logs: bool = False
 ) -> None:
-    """Serve until a signal ends it.
-
-    Raises:
-        Exception: the error that ended the engine.
-    """
+    """Serve until a signal ends it. Raise the error that ended the engine."""
     set_up_logs(json_logs)
     config = uvicorn.Config(
         app, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=FLUSH_SECONDS

@@ -82,11 +82,8 @@ class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
     def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None, heads: Heads | None = None) -> None:
-        """
-        Args:
-            pools: the texts of each owner that further requests are drafted from; None: nothing is remembered.
-            heads: replaces the head, and lets it learn; None: it stays as it is.
-        """
+        """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces the head and lets it
+        learn."""
         self.llm = llm
         self.pools = pools
         self.heads = heads
@@ -98,8 +95,8 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
-        """Decode a little, so that costs are measured and code is compiled before the first client
-        comes: on a GPU by every method that a request may ask for."""
+        """Decode a little before the first client comes, on a GPU by every method: costs are measured, code is
+        compiled."""
         if self.llm.target.runner.records_cycles and (runner := RUNNER.plug) is not None:
             for name in self.engine.methods.names:
                 runner.warm_up(self.engine.methods.drafter(name))
@@ -107,7 +104,6 @@ class Service:
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True, features=features)
 
     def start(self) -> None:
-        """Begin to serve; called in the event loop."""
         self.engine.start()
 
     def stop(self) -> None:
@@ -125,8 +121,7 @@ class Service:
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:
-        """Return the model that a client asks for; raise ApiError if it is not served. None: the target, without an
-        adapter."""
+        """Return the model that a client asks for; None is the target, without an adapter."""
         name = self.settings.name if asked is None else asked
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
@@ -140,15 +135,11 @@ class Service:
         return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that runs in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """Return a prompt as token ids; a text is tokenized without a chat template.
-
-        Args:
-            special: with the special tokens that the tokenizer adds.
-        """
+        """Return a prompt as token ids; a text without a chat template, `special` with the tokens that the tokenizer
+        adds."""
         if not isinstance(prompt, str):
             return tuple(prompt)
         return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))
@@ -159,8 +150,7 @@ class Service:
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
-        """Return a conversation as token ids, by the chat template of the tokenizer; with images, by the
-        template of the model's processor."""
+        """Return a conversation as token ids, by the tokenizer's chat template; with images, by the processor's."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)
         return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})

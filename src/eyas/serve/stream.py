@@ -41,16 +41,9 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """A response of events.
-
-    It ends early when the client hangs up. An error in the middle becomes an event.
-
-    Args:
-        events: encoded events and comments.
-        close: called when the response ends, however it ends.
-        last: sent after the events.
-        failed: makes the event of an error; by default, the one of completions and chats.
-    """
+    """A response of events. It ends early when the client hangs up. An error in the middle becomes an event
+    (`failed`).
+    `close` is called when it ends, however it ends."""
 
     media_type = "text/event-stream"
 
@@ -92,11 +85,7 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is given up when the client hangs up.
-
-    Raises:
-        ApiError: the client has gone; nobody reads it.
-    """
+    """Return the result of `work`, which is given up when the client hangs up."""
     result = await _first_of(work, _hung_up(request.receive))
     if result is None:
         raise ApiError(499, "the client has gone")
@@ -104,7 +93,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _hung_up(receive: Receive) -> None:
-    """Return when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

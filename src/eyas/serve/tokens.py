@@ -60,7 +60,6 @@ async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Re
 
 
 def _add(service: Service, owner: str, text: str | list[int]) -> int:
-    """Return the number of tokens."""
     assert service.pools is not None
     if isinstance(text, str):
         tokens = service.encode(text, special=False)

@@ -26,25 +26,14 @@ UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "funct
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request.
+    """The tools of a request."""
 
-    Attributes:
-        listed: the functions, in OpenAI's form; () if the model is not told of any.
-        forced: names of the functions one of which must be called; () if none must.
-        parallel: whether several calls may be made.
-    """
-
-    listed: tuple[Mapping[str, Any], ...] = ()
-    forced: tuple[str, ...] = ()
-    parallel: bool = True
+    listed: tuple[Mapping[str, Any], ...] = ()  # the functions, in OpenAI's form, of which the model is told
+    forced: tuple[str, ...] = ()  # functions one of which must be called
+    parallel: bool = True  # whether several calls may be made
 
     def constrain(self, keywords: dict[str, Any]) -> None:
-        """Hold the answer to a forced call, in the keywords of a Job. A response format is for answers that are no
-        call, so it does not matter then.
-
-        Raises:
-            ApiError: the keywords hold the answer to something else, which forbids calls.
-        """
+        """Hold the answer to a forced call, in the keywords of a Job. Refuse other structure, which forbids calls."""
         form = {"response_format": keywords.get("response_format")}
         if self.forced:
             keywords.pop("response_format", None)
@@ -62,8 +51,7 @@ class Tools:
             )
 
     def grammar(self) -> str:
-        """Return the grammar, in Lark's form, of one call of a forced function: {"name": ...,
-        "arguments": {...}}."""
+        """Return the grammar of one call of a forced function, in Lark's form."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
         calls, rules = [], []
         json_rule = STRUCTURE.plug_for("tool_choice").json_rule
@@ -81,8 +69,7 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
-    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; raise ApiError where they
-    are wrong."""
+    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`."""
     listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping):
         parallel = False if choice.get("disable_parallel_tool_use") else parallel  # Anthropic's place for it
@@ -132,7 +119,7 @@ def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Ma
 
 
 def _name(tool: Any) -> Any:
-    """Return the name of a function in one of OpenAI's two forms, or alone; None where it has none."""
+    """Return the name of a function in one of OpenAI's two forms, or alone; None without one."""
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     return inner.get("name") if isinstance(inner, Mapping) else inner
 

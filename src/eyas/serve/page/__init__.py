@@ -34,11 +34,8 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re
 
 
 def one_file(data: Mapping[str, Any]) -> str:
-    """Return an HTML page that shows one answer.
-
-    Args:
-        data: prompt, target, method, tau, seconds, and the objects of `cycles.CycleWriter` as cycles.
-    """
+    """Return an HTML page that shows one answer: prompt, target, method, tau, seconds, and cycles of a
+    `CycleWriter`."""
     style = "\n".join(_read(name) for name in STYLES)
     script = "\n".join(_modules("file"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'; {NO_MARKUP}"
@@ -47,8 +44,7 @@ def one_file(data: Mapping[str, Any]) -> str:
 
 
 def _modules(entry: str, done: set[str] | None = None) -> list[str]:
-    """Return a module and those that it imports, each after what it needs, as functions that return what they
-    export."""
+    """Return a module and those that it imports, as functions that return their exports."""
     done = set() if done is None else done
     done.add(entry)
     source = _read(f"{entry}.js")

@@ -33,12 +33,11 @@ class Prediction(BaseModel):
 
     @property
     def text(self) -> str:
-        """The text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class TemplateFields(Body):
-    """Return the keywords for the chat template, besides the messages."""
+    """Keywords for the chat template, besides the messages."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -37,7 +37,6 @@ class CompletionBody(GenerationBody):
         return value
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts one by one."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or _is_ids(given) else list(given)
 

@@ -74,8 +74,8 @@ WITHOUT_EFFECT = frozenset(
 
 @cache
 def foreign_fields(*paths: str) -> dict[str, list[Any]]:
-    """Return the fields that vLLM, SGLang and llama.cpp take on these paths, or on any, with their defaults, which
-    change nothing (`runs/foreign_fields.py`)."""
+    """Return the fields of vLLM, SGLang and llama.cpp on these paths, or on any, with their defaults, which change
+    nothing."""
     listed = json.loads(Path(__file__).with_name("foreign_fields.json").read_text(encoding="utf-8"))["fields"]
     found: dict[str, list[Any]] = {}
     for path in paths or listed:
@@ -109,7 +109,6 @@ class Body(BaseModel):
 
     @property
     def response_headers(self) -> dict[str, str]:
-        """The header that tells the client which fields were ignored, if there are any."""
         return {"x-eyas-ignored-fields": ",".join(self.ignored)} if self.ignored else {}
 
 
@@ -158,11 +157,9 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
     def neutral(self, name: str) -> Sequence[Any] | None:
-        """See `Body.neutral`."""
         return REFUSED.get(name, foreign_fields().get(name))
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if self.best_of not in (None, self.n or 1):
             raise ApiError(400, "best_of chooses among more texts than n, which is not served", param="best_of")
@@ -205,12 +202,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         }
 
     def keywords(self, **more: Any) -> dict[str, Any]:
-        """Return the keywords of `LLM.generate` among the fields that are given, and the entries of
-        `more` that are not None.
-
-        Raises:
-            OptionError: structured output that is asked for under two names.
-        """
+        """Return the keywords of `LLM.generate` that are given, and the entries of `more` that are not None."""
         fields = {name: getattr(self, name) for name in KEYWORDS} | more
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         for name, value in structure_keywords({field: getattr(self, field) for field in STRUCTURE_FIELDS}).items():
@@ -241,11 +233,7 @@ CHANGE_NOTHING = (None, False)  # values with which further names are left out
 
 
 def structure_keywords(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that `structured_outputs` and the older guided names of a body mean.
-
-    Raises:
-        OptionError: a name that is not served, or a value of another type.
-    """
+    """Return the keywords that `structured_outputs` and the older guided names of a body mean."""
     given = {ours: fields[name] for name, ours in GUIDED.items() if fields.get(name) is not None}
     outputs = fields.get("structured_outputs")
     if outputs is not None and not isinstance(outputs, Mapping):

@@ -64,7 +64,6 @@ class ResponsesBody(GenerationBody):
     truncation: Literal["disabled"] | None = None
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if self.n not in (None, 1):
             raise ApiError(400, "a response has one text: leave n out", param="n")
@@ -72,16 +71,10 @@ class ResponsesBody(GenerationBody):
             raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the input as items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
-        """Return the same request as a chat, with these items as its conversation, which ends with `items()`.
-
-        Raises:
-            InputError: an item that cannot be read.
-            ApiError: a tool that is not a function.
-        """
+        """Return the same request as a chat, with these items as its conversation, which ends with `items()`."""
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages, places = messages_of(items, len(items) - len(self.items()))
         asked = self.max_output_tokens if self.max_output_tokens is not None else self.max_tokens
@@ -107,15 +100,9 @@ class ResponsesBody(GenerationBody):
 
 
 def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return items as the messages of a chat, and the place of each in the input. Reasoning, a text and calls in a
-    row are one turn of the assistant's, whose place is that of its last item.
-
-    Args:
-        before: how many of the first items belong to earlier responses.
-
-    Raises:
-        InputError: an item that cannot be read.
-    """
+    """Return items as messages, and the place of each in the input. Reasoning, a text and calls in a row are one
+    turn.
+    `before`: how many of the first items belong to earlier responses."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     for number, item in enumerate(items, start=1 - before):
@@ -131,7 +118,6 @@ def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[
 
 
 def _joined(turn: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn of the assistant's with what goes on in it."""
     calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
     new = {key: value for key, value in message.items() if value}
     return {**turn, **new, **({"tool_calls": calls} if calls else {})}
@@ -147,7 +133,7 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return an item as a message; {} for reasoning that is empty. Keys that a message does not have are from earlier
+    """Return an item as a message; {} for empty reasoning. Keys that a message does not have are from earlier
     responses."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -179,7 +165,6 @@ def _part(part: Any) -> Any:
 
 
 def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a tool in the form of chats."""
     if tool.get("type") != "function":
         raise ApiError(
             400,

@@ -41,8 +41,6 @@ from eyas.targets.loading import version_of
 from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, reply_message, template_keywords
 
-__all__ = ["LLM", "Chat", "new_policy"]
-
 DEFAULT_NEW_TOKENS = 256
 FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logprobs", *STRUCTURE_KEYWORDS)
 

@@ -24,8 +24,6 @@ from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
 from eyas.targets.pretrained import DeviceMap, check_config, is_peft_model, read_tokenizer
 from eyas.threads import plain_defaults, release_threads
 
-__all__ = ["LOAD_KEYWORDS", "load"]
-
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # method for a head format, if it is not the format's own
 AUTO = "auto"  # the draft that the list of published heads has for the target
 WITHOUT_HEAD = "suffix"  # the default method without a head

@@ -18,8 +18,6 @@ from eyas.targets.media import reads_media
 from eyas.text import check_messages, for_template
 from eyas.text.forms import other_forms
 
-__all__ = ["media_prompt"]
-
 
 def media_prompt(
     messages: Messages,

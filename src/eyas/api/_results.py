@@ -17,8 +17,6 @@ from eyas.text import StopStrings
 if TYPE_CHECKING:
     from eyas.core.logprobs import TokenLogprobs
 
-__all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shorten"]
-
 SHOWN = 60  # characters of a text that a repr shows
 
 

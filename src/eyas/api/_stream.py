@@ -9,8 +9,6 @@ from eyas.api._results import Answer, Piece, Result
 from eyas.core.engine import Decoder, Step
 from eyas.errors import EyasError
 
-__all__ = ["Stream"]
-
 
 class Stream(Iterator[Piece]):
     """An answer that is being decoded, piece by piece."""

@@ -10,8 +10,6 @@ from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.targets.pretrained import DeviceMap
 
-__all__ = ["placement_of"]
-
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 

@@ -14,8 +14,6 @@ from eyas.cli._options import DraftOptions, TargetOptions, option_group
 if TYPE_CHECKING:
     from eyas.api import LLM
 
-__all__ = ["AdaptOptions", "load_adapted", "save_adapted"]
-
 
 @option_group
 class AdaptOptions:

@@ -39,8 +39,6 @@ from eyas.cli._load import collector_paused
 from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
 from eyas.errors import near, one_line
 
-__all__ = ["dispatch", "names", "parse"]
-
 HELP = (
     "Make a language model generate faster [bold]without changing its output[/].\n\n"
     "A small draft head proposes a tree of next tokens; the unmodified model verifies all of them "

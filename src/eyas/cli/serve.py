@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from eyas.serve.records import Settings
     from eyas.serve.service import Service
 
-__all__ = ["ServeArguments", "command", "loaded_app"]
-
 GROUP = "Answers"
 EXAMPLES = """
 eyas serve  # the embedded model, on http://127.0.0.1:8000

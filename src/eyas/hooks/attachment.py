@@ -31,8 +31,6 @@ from eyas.hooks.custom import CustomGenerate, arguments_of_generate, hf, with_st
 from eyas.hooks.models import forget, llm_for
 from eyas.hooks.refusals import refused
 
-__all__ = ["Attachment", "attach", "detach", "generate_by_folder", "write_custom_generate"]
-
 MARK = "eyas_custom_generate"  # attribute of our function that replaces `generate`
 GENERATE = '''\
 """Lets eyas decode with this draft head: model.generate(..., custom_generate="this repository", trust_remote_code=True)."""

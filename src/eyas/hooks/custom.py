@@ -35,8 +35,6 @@ from eyas.hooks.models import Settings, llm_for
 from eyas.hooks.refusals import check_call, media_of
 from eyas.hooks.sampling import Batch, Distribution
 
-__all__ = ["CustomGenerate", "arguments_of_generate", "hf", "with_stop_strings"]
-
 MODULE = "transformers.generation.utils"
 FRAMES = 6  # between its `generate` and the code that asks, at most
 

@@ -23,8 +23,6 @@ from eyas.errors import EyasError
 from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
-__all__ = ["Lockstep", "decode"]
-
 
 class Lockstep:
     """The texts of a batch, token by token.

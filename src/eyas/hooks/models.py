@@ -19,8 +19,6 @@ from eyas.core.drafter import Drafter
 from eyas.errors import ModelError, OptionError
 from eyas.targets.loading import version_of
 
-__all__ = ["Settings", "forget", "llm_for"]
-
 ATTRIBUTE = "_eyas"
 MAX_LLMS = 4  # LLMs that are kept for a model; each may hold a draft head, and kernels' copy of the weights
 # options of `eyas.load` that describe the target, which is loaded already

@@ -15,8 +15,6 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from eyas.errors import ModelError, OptionError
 from eyas.targets.media import describes_media, tells_nothing
 
-__all__ = ["check_call", "media_of", "refused"]
-
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
     "beam": "num_beams: eyas decodes greedily or samples, without beams",

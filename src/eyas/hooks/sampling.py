@@ -44,8 +44,6 @@ from eyas.core.sockets import FEATURE
 from eyas.errors import InputError
 from eyas.hooks.refusals import refused
 
-__all__ = ["Batch", "Distribution"]
-
 MAX_SEED = 2**63 - 1  # seeds are below it
 
 

@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from eyas.serve.records import Delta
 
-__all__ = ["Answer", "Silence"]
-
 
 class Silence:
     """Marks a place in the stream before which the client has read nothing for some seconds."""

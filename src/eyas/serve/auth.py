@@ -18,8 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.serve.errors import ApiError, error_response
 
-__all__ = ["LOCAL", "HostCheck", "KeyCheck", "allowed_hosts", "given_key", "owner_of"]
-
 # the rest is for probes, and the files of the page
 GUARDED = ("/v1", "/infill", "/tokenize", "/detokenize", "/tokenizer_info", "/stats")
 

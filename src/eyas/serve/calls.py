@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["Function", "UnfinishedError", "functions_of", "read_calls"]
-
 Function = dict[str, str]  # "name", and "arguments" as JSON
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
 BETWEEN = re.compile(r"[\s;,`]*")  # after a JSON value

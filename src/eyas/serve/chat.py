@@ -5,46 +5,108 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
-from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
-from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.fields import MOST_LOGPROBS, Body, GenerationBody
+from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.marks import Grammar, grammar_of
-from eyas.serve.protocol.chat import ChatBody, Prediction, TemplateFields
 from eyas.serve.reading import Reader, message_of
 from eyas.serve.records import Delta, Job, Totals
-from eyas.serve.reply import Dialect, reply
+from eyas.serve.reply import Choices, reply
 from eyas.serve.service import Service
 from eyas.serve.tools import Tools, tools_of, written_tools
 from eyas.text import write_chat
-
-__all__ = ["Chat", "chat", "prepare", "prompt_of"]
 
 # Claude Code counts its requests in the first line of the system text: no two prompts would begin alike
 BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 LAST = "(the last message ends here)"  # is looked for in a rendered chat
 
 
+class Part(BaseModel):
+    """A part of a text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """OpenAI's predicted output: text that the answer probably contains."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["content"]
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class TemplateFields(Body):
+    """Keywords for the chat template, besides the messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    _places: tuple[str, ...] = PrivateAttr(())
+
+    def placed(self, places: Sequence[str]) -> Self:
+        """Keep what a client of another dialect calls each message, for errors; returns the body itself."""
+        self._places = tuple(places)
+        return self
+
+    def in_its_places(self, error: InputError) -> InputError:
+        """Return an error about the messages in the words of the client's dialect."""
+
+        def name(found: re.Match[str]) -> str:
+            number = int(found[1])
+            return self._places[number - 1] if 1 <= number <= len(self._places) else found[0]
+
+        return InputError(re.sub(r"\bmessage (\d+)", name, str(error)))
+
+    def template(self) -> dict[str, Any]:
+        """Return the keywords of `text.render` that these fields mean."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort = {"enable_thinking": False}
+        return {
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
+            "chat_template_kwargs": {**effort, **(self.chat_template_kwargs or {})},
+        }
+
+
+class ChatBody(TemplateFields, GenerationBody):
+    """A conversation."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
+    return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
+
+
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     made = await prepare(service, body)
-    job = made.job
-    dialect = ChatCompletion(
-        job,
-        made.model,
-        request_id(request.scope),
-        service.token_texts,
-        made.new_reader,
-        job.keywords.get("logprobs"),
-        bool(body.return_token_ids),
-    )
-    return await reply(service, request, body, dialect)
+    identity = request_id(request.scope)
+    dialect = ChatCompletion(made.job, made.model, identity, body, service.token_texts, made.new_reader)
+    return await reply(service, request, dialect, bool(body.stream), body.response_headers)
 
 
 @dataclass(frozen=True)
@@ -60,7 +122,7 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     """Check a conversation, and make its prompt and its job."""
     model = service.model_name(body.model)
     n = body.n or 1
-    check_count(service.settings, 1, n)
+    service.settings.check_count(1, n)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await service.in_worker(prompt_of, service, body.messages, body, tools)
     structure = _structure_of(body.keywords())
@@ -69,12 +131,13 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     ids = (*prompt.ids, *service.encode(reader.added, special=False))
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     keywords = body.keywords(
-        max_new_tokens=answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens),
+        max_new_tokens=service.settings.answer_tokens(len(ids), asked),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     keywords |= service.adapter_keywords(model)
     tools.constrain(keywords)
-    keywords["prediction"] = await service.in_worker(predicted_tokens, service, body.prediction)
+    predicted = body.prediction.text if body.prediction else ""
+    keywords["prediction"] = await service.in_worker(service.encode, predicted, False) if predicted else ()
     job = Job((ids,), keywords, n, media=prompt.media, **body.job_fields())
     return Chat(job, model, reader.new)
 
@@ -133,20 +196,12 @@ def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": kept if isinstance(content, list) and kept else rest}
 
 
-def predicted_tokens(service: Service, prediction: Prediction | None) -> tuple[int, ...]:
-    text = prediction.text if prediction else ""
-    return service.encode(text, special=False) if text else ()
-
-
 @dataclass
-class ChatCompletion(Dialect):
+class ChatCompletion(Choices):
     """OpenAI's chat completions."""
 
     texts: TokenTexts
     new_reader: Callable[[], Reader]
-    logprobs: int | None = None  # most probable tokens to list; None: no log-probabilities
-    token_ids: bool = False  # list the ids of the answer, as vLLM does
-
     _readers: dict[int, Reader] = field(default_factory=dict)  # readers of the sequences
 
     prefix = "chatcmpl"
@@ -167,7 +222,7 @@ class ChatCompletion(Dialect):
             "logprobs": self._logprobs(totals.logprobs),
             "finish_reason": _finish(reader, totals.finish),
             "stop_reason": totals.stop_reason,
-            **({"token_ids": list(totals.token_ids)} if self.token_ids else {}),
+            **({"token_ids": list(totals.token_ids)} if self.body.return_token_ids else {}),
         }
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
@@ -176,7 +231,7 @@ class ChatCompletion(Dialect):
         reader = self._readers[delta.index]
         choices = [_chunk_choice(delta.index, part) for part in reader.read(delta)]
         logprobs = self._logprobs(delta.logprobs)
-        ids = list(delta.token_ids) if self.token_ids else []
+        ids = list(delta.token_ids) if self.body.return_token_ids else []
         if not choices and (logprobs or ids or (delta.cycle and not delta.finish)):
             choices = [_chunk_choice(delta.index, {"content": ""})]
         if choices:
@@ -185,7 +240,7 @@ class ChatCompletion(Dialect):
             choices.append(
                 {**_chunk_choice(delta.index, {}, _finish(reader, delta.finish)), "stop_reason": delta.stop_reason}
             )
-        if self.token_ids:
+        if self.body.return_token_ids:
             for number, choice in enumerate(choices):
                 choice["token_ids"] = [] if number else ids
         return choices
@@ -195,7 +250,8 @@ class ChatCompletion(Dialect):
         return {"prompt_logprobs": self.texts.prompt(first)} if first else {}
 
     def _logprobs(self, values: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        return None if self.logprobs is None or not values else self.texts.chat(values, self.logprobs)
+        count: int | None = self.job.keywords.get("logprobs")
+        return None if count is None or not values else self.texts.chat(values, count)
 
 
 def _finish(reader: Reader, reason: str | None) -> str | None:

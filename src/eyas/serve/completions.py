@@ -9,30 +9,89 @@ left out of the response.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request, Response
+from pydantic import BaseModel, Field, field_validator
 
 from eyas.core.logprobs import TokenLogprobs
-from eyas.serve.access import request_id
 from eyas.serve.errors import ApiError
-from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.fields import MOST_LOGPROBS, WITHOUT_EFFECT, GenerationBody
+from eyas.serve.http import request_id
 from eyas.serve.logprobs import TextOffsets, TokenTexts
 from eyas.serve.middle import Middle, middle_of
-from eyas.serve.protocol.completions import CompletionBody, InfillBody
 from eyas.serve.records import Delta, Job, Totals
-from eyas.serve.reply import Dialect, reply
+from eyas.serve.reply import Choices, reply
 from eyas.serve.service import Service
 
-__all__ = ["complete", "infill"]
-
 DEFAULT_TOKENS = 16  # OpenAI's default
+
+
+class CompletionBody(GenerationBody):
+    """Prompts as text or token ids, one or several."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: str | None = None  # what stands behind the text that is asked for
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        if not isinstance(value, str) and not _is_ids(value):
+            good = (
+                isinstance(value, list)
+                and value
+                and (all(isinstance(v, str) for v in value) or all(map(_is_ids, value)))
+            )
+            if not good:
+                raise ValueError(
+                    "must be a string, a list of strings, a list of token ids or a list of those, and not empty"
+                )
+        return value
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or _is_ids(given) else list(given)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class File(BaseModel):
+    """A further file."""
+
+    text: str
+    filename: str = "file"
+
+
+class InfillBody(GenerationBody):
+    """The texts before and after the middle. The response names fields of llama.cpp's server that have no
+    effect here."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[File] | None = None
+    prompt: str | None = None  # the beginning of the middle
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as fit
+
+    def check(self) -> None:
+        """See `Body.check`: nothing is refused."""
+
+    @property
+    def ignored(self) -> list[str]:
+        """See `Body.ignored`."""
+        given = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
+        return sorted(name for name, value in given.items() if value not in (None, *(self.neutral(name) or ())))
 
 
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
     model = service.model_name(body.model)
     prompts, n = body.prompts(), body.n or 1
-    check_count(service.settings, len(prompts), n)
+    service.settings.check_count(len(prompts), n)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
             400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens"
@@ -44,7 +103,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     )
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
     keywords = body.keywords(
-        max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
+        max_new_tokens=service.settings.answer_tokens(max(map(len, ids)), asked, DEFAULT_TOKENS),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
@@ -61,6 +120,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         job,
         model,
         request_id(request.scope),
+        body,
         service.token_texts,
         logprobs=body.logprobs is not None,
         echoes=echoes,
@@ -68,7 +128,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
     )
-    return await reply(service, request, body, dialect)
+    return await reply(service, request, dialect, bool(body.stream), body.response_headers)
 
 
 def _middles(service: Service, body: CompletionBody) -> list[Middle]:
@@ -82,7 +142,7 @@ def _middles(service: Service, body: CompletionBody) -> list[Middle]:
 
 
 @dataclass
-class Completion(Dialect):
+class Completion(Choices):
     texts: TokenTexts
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
@@ -95,17 +155,7 @@ class Completion(Dialect):
     object = chunk_object = "text_completion"
 
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        delta = Delta(
-            index,
-            totals.text,
-            tuple(totals.token_ids),
-            totals.finish,
-            totals.stop_reason,
-            prefill=True,
-            logprobs=tuple(totals.logprobs),
-            prompt_logprobs=tuple(totals.prompt_logprobs),
-        )
-        return self.chunk_choices(delta)[0]
+        return self.chunk_choices(totals.as_delta(index))[0]
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         begins = delta.prefill and bool(self.echoes)
@@ -147,11 +197,12 @@ async def infill(service: Service, request: Request, body: InfillBody) -> Respon
     begun = service.encode(body.prompt, special=False) if body.prompt else ()
     ids = (*made.ids, *begun)
     asked = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
-    new_tokens = answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
+    new_tokens = service.settings.answer_tokens(len(ids), asked)
     keywords = body.keywords(max_new_tokens=new_tokens)
     made.end(keywords)
     job = Job((ids,), keywords | service.adapter_keywords(model), **body.job_fields())
-    return await reply(service, request, body, Infill(job, model, request_id(request.scope), service.token_texts))
+    dialect = Infill(job, model, request_id(request.scope), body, service.token_texts)
+    return await reply(service, request, dialect, bool(body.stream), body.response_headers)
 
 
 class Infill(Completion):

@@ -28,8 +28,6 @@ from eyas.text import Detokeniser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CycleWriter"]
-
 # how vocabularies write a word's space
 SPACE_MARKS = ("\N{LOWER ONE EIGHTH BLOCK}", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")
 

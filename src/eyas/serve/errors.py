@@ -26,8 +26,6 @@ from starlette.types import Scope
 
 from eyas.errors import EyasError, FitError, InputError, OptionError
 
-__all__ = ["ApiError", "error_of", "error_response", "install", "invalid_body"]
-
 TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -17,8 +17,6 @@ from typing import Any
 
 from eyas.serve.errors import ApiError
 
-__all__ = ["holds_images", "with_images"]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 2**25  # limit for all images of a request: a small file may hold a huge image
 LONGEST_SIDE = 50  # over the shorter side: processors that give the shorter side a fixed length make a thin image huge

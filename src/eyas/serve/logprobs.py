@@ -18,8 +18,6 @@ from eyas.text import Detokeniser, token_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextOffsets", "TokenTexts"]
-
 LEAST = -9999.0  # JSON has no infinity
 
 

@@ -19,8 +19,6 @@ from eyas.serve.errors import ApiError
 from eyas.serve.tools import Tools
 from eyas.text import REASONING as REASONING_FIELDS
 
-__all__ = ["CHANNEL", "MESSAGE", "START", "Grammar", "Marks", "Region", "grammar_of", "spelled"]
-
 Table = dict[str, tuple[str, ...]]  # marks that open a region, each with those that close it
 UNREADABLE = "how this model writes calls is not known: tool_choice may be required, none, or a function"
 REASONING: Table = {

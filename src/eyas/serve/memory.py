@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Memory"]
-
 MAX_BYTES = 64 * 2**20  # size of all conversations, as JSON
 Item = dict[str, Any]
 

@@ -9,8 +9,7 @@ Its stream is a sequence of typed events:
     message_delta                            the reason of the end, and usage
     message_stop
 
-The whole dialect is in this file, but for its errors (`errors.py`): without it and its line in `app.py` the server is
-the same but for it.
+The whole dialect is in this file, but for its errors (`errors.py`) and its routes in `app.py`.
 """
 
 from __future__ import annotations
@@ -19,24 +18,19 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import InputError
-from eyas.serve.access import request_id
-from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
-from eyas.serve.bodies import add_route
-from eyas.serve.chat import Chat, prepare, prompt_of
+from eyas.serve.chat import Chat, ChatBody, prepare, prompt_of
 from eyas.serve.errors import ApiError, invalid_body
-from eyas.serve.protocol.chat import ChatBody
-from eyas.serve.protocol.fields import Body
+from eyas.serve.fields import Body
+from eyas.serve.http import request_id
+from eyas.serve.reply import Block, BlockWriter, event, reply
 from eyas.serve.service import Service
-from eyas.serve.stream import event
 from eyas.serve.tools import tools_of
 from eyas.text import read_arguments
-
-__all__ = ["router"]
 
 READ = "text, images, tool_use, tool_result and thinking are read here"
 WITHOUT_EFFECT = (
@@ -161,23 +155,17 @@ class MessagesBody(CountBody):
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+async def messages(service: Service, request: Request, body: MessagesBody) -> Response:
+    writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
+    return await reply(service, request, writer, bool(body.stream), body.response_headers)
 
-    async def messages(request: Request, body: MessagesBody) -> Response:
-        writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
-        return await reply_in_blocks(service, request, writer, bool(body.stream), body.response_headers)
 
-    async def count_tokens(request: Request, body: CountBody) -> Response:
-        chat = body.chat()
-        service.model_name(chat.model)
-        tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-        prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
-        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=body.response_headers)
-
-    add_route(routes, "/v1/messages", MessagesBody, messages)
-    add_route(routes, "/v1/messages/count_tokens", CountBody, count_tokens)
-    return routes
+async def count_tokens(service: Service, request: Request, body: CountBody) -> Response:
+    chat = body.chat()
+    service.model_name(chat.model)
+    tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
+    return JSONResponse({"input_tokens": len(prompt.ids)}, headers=body.response_headers)
 
 
 # --- from Anthropic's form to a chat's -------------------------------------------------------------
@@ -273,10 +261,10 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
 
 class Writer(BlockWriter):
     def __init__(self, chat: Chat, identity: str) -> None:
-        super().__init__(chat)
+        super().__init__(chat.job, chat.model, chat.new_reader())
         self.identity = identity
 
-    def response(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {
             **self._head(),
             "content": [_block(one) for one in self.blocks],
@@ -285,7 +273,7 @@ class Writer(BlockWriter):
         }
 
     def begun(self) -> Iterable[bytes]:
-        usage = {"input_tokens": len(self.chat.job.prompts[0]), "output_tokens": 0}
+        usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=message)
 
@@ -319,7 +307,7 @@ class Writer(BlockWriter):
         return event(error.body(anthropic=True), name="error")
 
     def _head(self) -> dict[str, Any]:
-        return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.chat.model}
+        return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.model}
 
     def _end_of(self) -> dict[str, Any]:
         """Return why the message ends; a stop string of the request's is named."""
@@ -334,7 +322,7 @@ class Writer(BlockWriter):
 
     def _usage(self) -> dict[str, int]:
         """Return token counts. What was not read again counts apart, as with Anthropic."""
-        prompt, cached = len(self.chat.job.prompts[0]), self.totals.cached_tokens
+        prompt, cached = len(self.job.prompts[0]), self.totals.cached_tokens
         return {
             "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,

@@ -13,8 +13,6 @@ from eyas.core.options import build_options
 from eyas.errors import OptionError
 from eyas.threads import release_threads
 
-__all__ = ["PLAIN", "Methods"]
-
 PLAIN = "vanilla"  # the method that drafts nothing
 
 

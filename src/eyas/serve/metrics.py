@@ -25,8 +25,6 @@ from prometheus_client.metrics_core import Metric
 from eyas.metrics import tau
 from eyas.serve.records import CycleFigures, CycleSums, Delta
 
-__all__ = ["Metrics", "SequenceTimes"]
-
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 DEEPEST = 32  # positions of accepted tokens that are counted apart; deeper ones share the last
 

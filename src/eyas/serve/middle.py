@@ -14,8 +14,6 @@ from typing import Any
 from eyas.serve.errors import ApiError
 from eyas.text import encode, encode_part
 
-__all__ = ["Middle", "middle_of"]
-
 # the three marks, by family: Qwen2.5-Coder, CodeGemma; StarCoder, Granite; SantaCoder; DeepSeek-Coder; Code Llama; GLM
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

@@ -19,8 +19,6 @@ from eyas.core.engine import Decoder
 from eyas.core.prompts import Budget
 from eyas.serve.methods import Methods
 
-__all__ = ["DecoderPool"]
-
 MOST_OPEN = 3  # rows of all Decoders, busy and idle, in multiples of the rows that may be in flight
 GROWTH = 4  # rows of each size of Decoder over those of the size before
 

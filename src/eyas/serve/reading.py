@@ -20,8 +20,6 @@ from eyas.serve.marks import CHANNEL, MESSAGE, START, Grammar, Marks, Region, sp
 from eyas.serve.records import Delta, Totals
 from eyas.text import Detokeniser
 
-__all__ = ["Reader", "message_of"]
-
 Part = dict[str, Any]  # the beginning of OpenAI's `delta`
 SPECIAL = re.compile("\ud800[^\udfff]*\udfff")
 HALVES = re.compile("[\ud800\udfff]")
@@ -34,10 +32,7 @@ RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 def message_of(reader: Reader, index: int, totals: Totals) -> dict[str, Any]:
     """Return OpenAI's message of a whole sequence."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-    whole = Delta(
-        index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason
-    )
-    for part in reader.read(whole):
+    for part in reader.read(totals.as_delta(index)):
         for name, value in part.items():
             if name == "tool_calls":
                 message.setdefault(name, []).extend({k: v for k, v in call.items() if k != "index"} for call in value)

@@ -13,17 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import iadd
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from eyas.core.logprobs import TokenLogprobs
+from eyas.serve.errors import ApiError
 
 if TYPE_CHECKING:
     from eyas.core.prompts import Budget
-
-
-__all__ = ["CycleFigures", "CycleSums", "Delta", "Job", "Settings", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,9 @@ class Job:
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
     private: bool = False  # nothing of it is kept for the head to learn from
+
+
+SUMMED = ("text", "token_ids", "cycles", "cached_tokens", "predicted", "logprobs", "prompt_logprobs")  # of a Delta
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,8 @@ class Delta:
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
-        return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            cycles=self.cycles + later.cycles,
-            prefill=self.prefill or later.prefill,
-            cached_tokens=self.cached_tokens + later.cached_tokens,
-            predicted=self.predicted + later.predicted,
-            logprobs=self.logprobs + later.logprobs,
-            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
-        )
+        sums = {name: getattr(self, name) + getattr(later, name) for name in SUMMED}
+        return replace(later, prefill=self.prefill or later.prefill, **sums)
 
 
 @dataclass(frozen=True)
@@ -126,15 +119,16 @@ class Totals:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
+        for name in SUMMED:
+            setattr(self, name, iadd(getattr(self, name), getattr(delta, name)))
         self.finish = delta.finish or self.finish
         self.stop_reason = delta.stop_reason or self.stop_reason
-        self.cycles += delta.cycles
-        self.cached_tokens += delta.cached_tokens
-        self.predicted += delta.predicted
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
+
+    def as_delta(self, index: int = 0) -> Delta:
+        """Return a whole sequence as one Delta."""
+        ids, values, of_prompt = tuple(self.token_ids), tuple(self.logprobs), tuple(self.prompt_logprobs)
+        ends = self.finish, self.stop_reason
+        return Delta(index, self.text, ids, *ends, prefill=True, logprobs=values, prompt_logprobs=of_prompt)
 
     def speculation(self) -> dict[str, Any]:
         """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
@@ -185,3 +179,36 @@ class Settings:
     max_body_bytes: int = 16 * 2**20
     remembered: int = 256
     admin_key: str | None = field(default=None, repr=False)
+
+    def check_count(self, prompts: int, n: int) -> None:
+        """Refuse a request for more sequences than the server takes at once."""
+        if prompts * n > self.max_sequences:
+            raise ApiError(
+                400,
+                f"{prompts} prompts x {n} samples are more than {self.max_sequences}: ask for fewer at once",
+                param="n",
+            )
+
+    def answer_tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
+        """Return the tokens that an answer may have: at most the server's limit and the room after the prompt. Clients
+        know neither, so their answer is cut there. A prompt without room is refused in words by which clients know it.
+        """
+        context = self.max_model_len
+        if prompt >= context:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} tokens "
+                f"(prompt is too long: {prompt} tokens > {context - 1} maximum). Please reduce the length of the messages.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        wanted = asked if asked is not None else self.max_tokens if default is None else default
+        return min(wanted, self.max_tokens, context - prompt)
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse token ids outside the vocabulary; `param` is the field that they come from."""
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        message = f"token id {outside} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
+        raise ApiError(400, message, param=param)

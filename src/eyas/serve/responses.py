@@ -18,28 +18,186 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
+from eyas.errors import InputError
 from eyas.serve.auth import owner_of
-from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
-from eyas.serve.chat import Chat, prepare
+from eyas.serve.chat import Chat, ChatBody, prepare
 from eyas.serve.errors import ApiError
+from eyas.serve.fields import GenerationBody
 from eyas.serve.memory import Memory
-from eyas.serve.protocol.responses import ResponsesBody
-from eyas.serve.reply import usage_of
+from eyas.serve.reply import Block, BlockWriter, event, reply, usage_of
 from eyas.serve.service import Service
-from eyas.serve.stream import event
 
-__all__ = ["respond"]
-
+TEXT_PARTS = ("input_text", "output_text", "text")
+READ = "messages, calls of functions, their outputs, and reasoning are read here"
+NOTHING_TO_INCLUDE = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+)  # fmt: skip
+"""What a response can include and never has here: tools of a server's own, encrypted reasoning."""
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # how the ids of items begin
 TEXTS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
 }
+
+
+class TextOptions(BaseModel):
+    """The form of the text."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(BaseModel):
+    """How much the model reasons. A summary is never made: reasoning is answered as it is."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """A text or a conversation, with instructions before it."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tool_calls: int | None = None  # limits the server's own tools: there are none
+    # the fields below are accepted only with values that change nothing
+    conversation: None = None
+    include: list[str] | None = None
+    prompt: None = None
+    top_logprobs: Literal[0] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.n not in (None, 1):
+            raise ApiError(400, "a response has one text: leave n out", param="n")
+        if others := [name for name in self.include or () if name not in NOTHING_TO_INCLUDE]:
+            raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
+
+    def items(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
+        """Return the same request as a chat, with these items as its conversation, which ends with `items()`."""
+        head = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages, places = messages_of(items, len(items) - len(self.items()))
+        asked = self.max_output_tokens if self.max_output_tokens is not None else self.max_tokens
+        fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        own = {
+            "messages": [*head, *messages],
+            "max_tokens": asked,
+            "response_format": self.response_form(),
+            "tools": None if self.tools is None else [_nest(tool, n) for n, tool in enumerate(self.tools, start=1)],
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
+
+    def response_form(self) -> dict[str, Any] | None:
+        """Return `text.format` as the `response_format` of a chat."""
+        form = self.text.format if self.text else None
+        if form is None or form.get("type") != "json_schema":
+            return self.response_format if form is None else form
+        return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return items as messages, and the place of each in the input. Reasoning, a text and calls in a row are one
+    turn.
+    `before`: how many of the first items belong to earlier responses."""
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    for number, item in enumerate(items, start=1 - before):
+        place = f"input item {number}" if number > 0 else "an earlier response"
+        message = _message(item, place)
+        if message and messages and _goes_on(messages[-1], message):
+            messages[-1] = _joined(messages[-1], message)
+            places[-1] = place
+        elif message:
+            messages.append(message)
+            places.append(place)
+    return messages, places
+
+
+def _joined(turn: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
+    new = {key: value for key, value in message.items() if value}
+    return {**turn, **new, **({"tool_calls": calls} if calls else {})}
+
+
+def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Return whether a message belongs to the assistant's turn that the last one began."""
+    if not last["role"] == message["role"] == "assistant":
+        return False
+    if "tool_calls" in message:
+        return True
+    return not last.get("content") and "tool_calls" not in last and "reasoning_content" not in message
+
+
+def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return an item as a message; {} for empty reasoning. Keys that a message does not have are from earlier
+    responses."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return {"role": item.get("role"), "content": _content(item.get("content"))}
+    if kind == "reasoning":
+        lists = [part for part in (item.get("content"), item.get("summary")) if isinstance(part, list)]
+        parts = [part for one in lists for part in one]
+        text = "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+        return {"role": "assistant", "content": "", "reasoning_content": text} if text else {}
+    if kind == "function_call" and isinstance(item.get("name"), str):
+        function = {"name": item["name"], "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+    raise InputError(f"{place} is of type {kind!r}: {READ}")
+
+
+def _content(content: Any) -> Any:
+    return [_chat_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _chat_part(part: Any) -> Any:
+    """Return a part of an item's content as one of a chat; others are refused where the chat is read."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return {"type": "text", "text": part.get("text")}
+    return {"type": "image_url", "image_url": part.get("image_url")} if kind == "input_image" else part
+
+
+def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ApiError(
+            400,
+            f"tool {number} is of type {tool.get('type')!r}: only functions are served here, so turn it off in the client",
+            param="tools",
+        )
+    return (
+        tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+    )
 
 
 async def respond(service: Service, request: Request, body: ResponsesBody) -> Response:
@@ -51,7 +209,7 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
         if body.store is not False:
             memory.keep(owner, identity, [*items, *output])
 
-    return await reply_in_blocks(service, request, Writer(made, body, keep), bool(body.stream), body.response_headers)
+    return await reply(service, request, Writer(made, body, keep), bool(body.stream), body.response_headers)
 
 
 def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[str, Any]]:
@@ -78,14 +236,14 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[
 
 class Writer(BlockWriter):
     def __init__(self, chat: Chat, body: ResponsesBody, keep: Callable[[str, list[dict[str, Any]]], None]) -> None:
-        super().__init__(chat)
+        super().__init__(chat.job, chat.model, chat.new_reader())
         self.body = body
         self.keep = keep
         self.identity = uuid.uuid4().hex
         self.created = int(time.time())
         self._number = -1  # number of the last event
 
-    def response(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         cut = self.totals.finish == "length"
         status = "incomplete" if cut else "completed"
         output = [self._item(block, status) for block in self.blocks]
@@ -100,7 +258,7 @@ class Writer(BlockWriter):
 
     def _head(self, status: str) -> dict[str, Any]:
         """Return the response object without what is generated."""
-        body, keywords = self.body, self.chat.job.keywords
+        body, keywords = self.body, self.job.keywords
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
         return {
             "id": f"resp_{self.identity}",
@@ -111,7 +269,7 @@ class Writer(BlockWriter):
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self.chat.model,
+            "model": self.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -151,7 +309,7 @@ class Writer(BlockWriter):
         yield self._event("response.output_item.done", output_index=block.number, item=self._item(block, status))
 
     def ended(self) -> Iterable[bytes]:
-        whole = self.response()
+        whole = self.message()
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, error: ApiError) -> bytes:
@@ -179,7 +337,7 @@ class Writer(BlockWriter):
         return {"type": "message", **head, "role": "assistant", "content": [_part(block)]}
 
     def _usage(self) -> dict[str, Any]:
-        usage = usage_of(self.chat.job, [self.totals], self.reader.reasoning_tokens)
+        usage = usage_of(self.job, [self.totals], self.reader.reasoning_tokens)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": self.totals.cached_tokens, "cache_write_tokens": 0},

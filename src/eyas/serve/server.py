@@ -13,10 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from eyas.errors import OptionError
-from eyas.serve.access import JsonLines
+from eyas.serve.http import JsonLines
 from eyas.serve.service import Service
-
-__all__ = ["Server", "bound", "serve"]
 
 FLUSH_SECONDS = 5  # for responses that are generated but not yet read
 IDLE_SECONDS = (

@@ -11,77 +11,29 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from eyas.api import LLM
 from eyas.arguments import MediaIds
-from eyas.core.requests import RequestFeature
 from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
 from eyas.serve.errors import ApiError
 from eyas.serve.images import holds_images, with_images
-from eyas.serve.limits import check_ids
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
-from eyas.serve.records import Job, Settings
+from eyas.serve.records import Job, Settings, check_ids
 from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, render
 
-__all__ = ["Service"]
-
 T = TypeVar("T")
-
-
-class Texts(Protocol):
-    """A request feature that drafts from texts of earlier requests, such as `recall.Recalled`."""
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Add a text."""
-
-
-class Pools(Protocol):
-    """The texts of each owner, such as `recall.Pools`."""
-
-    def __getitem__(self, owner: str) -> Texts:
-        """Return the feature for an owner's requests."""
-
-    def save(self) -> None:
-        """Keep the texts for the next start, if they are to be kept."""
-
-
-class Heads(Protocol):
-    """The head that drafts, which may be replaced and may learn, such as `adapt.Heads`."""
-
-    @property
-    def private(self) -> RequestFeature:
-        """Return the feature of requests of which nothing is kept to learn from."""
-
-    @property
-    def given(self) -> str | None:
-        """Return the name of the head that the server began with."""
-
-    def load(self, source: str) -> Any:
-        """Return another head of the same method and sizes. Raise OptionError or CheckpointError if it is none."""
-
-    def put(self, head: Any, source: str) -> None:
-        """Let a head draft from now on. Called between cycles."""
-
-    def rest(self, idle: bool) -> bool:
-        """Learn a little, if there is something to learn and time for it. Return whether that was so."""
-
-    def figures(self) -> dict[str, Any] | None:
-        """Return what was learnt; None if nothing is to be."""
-
-    def save(self) -> None:
-        """Write the head, if it is to be kept."""
 
 
 class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
-    def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None, heads: Heads | None = None) -> None:
+    def __init__(self, llm: LLM, settings: Settings, pools: Any = None, heads: Any = None) -> None:
         """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces the head and lets it
         learn."""
         self.llm = llm

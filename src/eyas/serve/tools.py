@@ -17,8 +17,6 @@ from eyas.core.sockets import STRUCTURE
 from eyas.serve.errors import ApiError
 from eyas.text import has_place_for_tools
 
-__all__ = ["Tools", "tools_of", "written_tools"]
-
 ANY_CALL = ("auto", "none", "required")
 WORDS = {"any": "required", **{word: word for word in ANY_CALL}}  # Anthropic and Mistral say any
 UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", "function": {{"name": ...}}}}'

@@ -12,8 +12,6 @@ from typing import Any
 from eyas.errors import InputError, near
 from eyas.files import parse_json
 
-__all__ = ["REASONING", "ROLES", "check_messages", "check_unicode", "kind_of", "read_arguments", "template_keywords"]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
 OLD_ROLES = {"function": "tool"}  # of OpenAI's API before it had tools

@@ -31,8 +31,6 @@ from eyas.text._messages import kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokeniser", "StopPiece", "StopStrings", "token_bytes"]
-
 
 class Detokeniser:
     """Turns token ids into text, token by token.

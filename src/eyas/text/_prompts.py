@@ -21,10 +21,6 @@ from eyas.text._messages import check_messages, check_unicode, kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Span", "encode", "encode_part", "for_template", "has_place_for_tools", "render", "reply_message", "write_chat",
-]  # fmt: skip
-
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")

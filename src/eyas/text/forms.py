@@ -21,8 +21,6 @@ from hashlib import sha256
 from itertools import count, product
 from typing import Any
 
-__all__ = ["other_forms"]
-
 Chat = list[Mapping[str, Any]]
 SYSTEM = ("system", "developer")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")

@@ -19,18 +19,6 @@ from typing import IO, Any
 
 from eyas.errors import EyasError, InputError, OptionError, first_line
 
-__all__ = [
-    "File",
-    "RemoteFile",
-    "as_file",
-    "is_parquet",
-    "open_file",
-    "opened",
-    "package_errors",
-    "parquet_rows",
-    "read_errors",
-]
-
 PARQUET = ".parquet"
 ROWS = 256  # of a Parquet file that are in memory at a time
 

@@ -8,8 +8,6 @@ from fastapi.responses import Response
 
 from eyas.serve.page import FOLDER, MEDIA_TYPES, SERVED_POLICY
 
-__all__ = ["router"]
-
 HEADERS = {
     "content-security-policy": SERVED_POLICY,
     "x-content-type-options": "nosniff",

@@ -19,8 +19,6 @@ from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
 from eyas.serve.errors import ApiError
 
-__all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
-
 MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]

@@ -46,9 +46,8 @@ FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logpro
 
 
 class LLM:
-    """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM
-    decodes. Threads may share it: they use the model by turns, a cycle at a time.
-    """
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM decodes. Threads
+    may share it: they use the model by turns, a cycle at a time."""
 
     def __init__(
         self,
@@ -95,12 +94,7 @@ class LLM:
         return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
-        """Return target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns
-        by itself.
-
-        Raises:
-            OptionError: there is no such adapter.
-        """
+        """Return target, drafter and policy of the requests for one adapter; "": for none."""
         with self.target.turn:
             if adapter not in self._views:
                 target = self.target.with_adapter(adapter)
@@ -211,8 +205,7 @@ class LLM:
     def _answer_each(
         self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False
     ) -> Iterator[tuple[int, Result]]:
-        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts
-        that begin alike are read once."""
+        """Decode the answers; yields each, with its number, when complete. `reuse`: read equal beginnings once."""
         usual = 1 if self.target.device.type == "cpu" else 8
         rows = usual if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
@@ -295,15 +288,12 @@ class LLM:
     def request(
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
-        """Return the engine's request for a prompt, and the reader that turns its tokens into text.
-        `generate` explains the parameters.
-        """
+        """Return the engine's request for a prompt, and the reader that turns its tokens into text."""
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
 
     def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
-        """Return what `request` returns, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns
-        them."""
+        """Return what `request` returns, for a prompt of `as_prompts` and all keywords."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -327,14 +317,12 @@ class LLM:
         return request, reader
 
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
-        """Return the prompt that the target's processor makes of messages with images. Keywords as in
-        `text.render`."""
+        """Return the prompt that the target's processor makes of messages with images. Keywords as in `text.render`."""
         from eyas.api._media import media_prompt
 
         return media_prompt(messages, self.target.model, **template)
 
     def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
-        """Return what the keywords ask for beyond sampling."""
         given = request_features(params["features"])
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
@@ -358,7 +346,6 @@ class LLM:
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Return the token ids of a predicted text."""
         if given is None or isinstance(given, str):
             if given and self.tokenizer is None:
                 raise InputError("this target has no tokenizer: give the prediction as token ids")
@@ -417,9 +404,7 @@ class LLM:
 
 
 class Chat:
-    """A conversation. Keys and values of earlier turns are used again, up to the first token that
-    differs.
-    """
+    """A conversation. Keys and values of earlier turns are used again, up to the first token that differs."""
 
     def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
         self.llm = llm
@@ -437,8 +422,7 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
-        parameters."""
+        """Send a user's message; append it and the answer to the conversation."""
         stream = None
         try:
             with self.llm.target.turn:
@@ -465,7 +449,7 @@ class Chat:
     def _begin(
         self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
     ) -> tuple[Stream, Callable[[], None]]:
-        """Return the stream of an answer, and what appends it to the conversation; None: the stream does that at its end."""
+        """Return the stream of an answer, and what appends it to the conversation, if the stream does not."""
         if (streaming := self._streaming()) is not None and streaming._open:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written
@@ -498,13 +482,12 @@ class Chat:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the Sampling among the keywords of `generate`; raise OptionError for impossible values."""
+    """Return the Sampling among the keywords of `generate`."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
 def new_policy(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:
-    """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide.
-    `core.sockets.PolicyPlug` explains the parameters."""
+    """Return a policy that has learnt nothing yet, if one plugs in. `core.sockets.PolicyPlug` has the parameters."""
     return None if POLICY.plug is None else POLICY.plug.make_controller(drafter, fallback, compared)
 
 
@@ -518,8 +501,7 @@ def _single(prompt: Any) -> Prompt:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the token ids that end an answer, as transformers finds them: generation config, else model config, else
-    tokenizer."""
+    """Return the token ids that end an answer: of the generation config, else the model config, else the tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

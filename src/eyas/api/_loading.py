@@ -164,12 +164,7 @@ def _load_drafter(
 def _listed_drafter(
     target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
 ) -> tuple[str | None, Drafter]:
-    """Return (hub id, drafter) of the first listed head for this target that can be read; the default without a head
-    where none is listed.
-
-    Raises:
-        CheckpointError: heads are listed, and none of them can be fetched and read.
-    """
+    """Return (hub id, drafter) of the first listed head that can be read, else the default without a head."""
     reads = None if method is None else drafters.find(method).head_format
     known = (head for plug in TARGET.plugs for head in plug.heads_for(target))
     heads = [head for head in known if head.listed and reads in (None, head.method)]
@@ -199,7 +194,6 @@ def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, o
 
 
 def _has(kind: type[DraftMethod], option: str) -> bool:
-    """Return whether the method has this option, or an option group of this name."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
@@ -237,8 +231,6 @@ Loaded = tuple[Target, PreTrainedTokenizerBase | None]
 
 
 class TargetSettings(NamedTuple):
-    """How `load` is to load a target: its own arguments, checked."""
-
     tokenizer: Any
     dtype: str
     device: str
@@ -249,12 +241,7 @@ class TargetSettings(NamedTuple):
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
-    """Return the target and its tokenizer.
-
-    Raises:
-        ModelError: one line that says what is wrong with the target or the tokenizer.
-        OptionError: settings that do not go with such a target.
-    """
+    """Return the target and its tokenizer."""
     if settings.gguf_file is not None and (known is None or not known.takes_file):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
@@ -297,7 +284,6 @@ def _read(source: Source, settings: TargetSettings) -> Loaded:
 
 
 def _take(model: Any, settings: TargetSettings) -> Loaded:
-    """Take a model that the caller has loaded."""
     if settings.adapters:
         raise OptionError(
             "put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result"
@@ -308,11 +294,7 @@ def _take(model: Any, settings: TargetSettings) -> Loaded:
 
 
 def _tokenizer(given: Any, place: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that the caller names, else the one at `place`, which may be ""; None for False.
-
-    Raises:
-        ModelError: there is no tokenizer where the caller says.
-    """
+    """Return the tokenizer that the caller names, else the one at `place`; None for False."""
     if given is None:
         return read_tokenizer(place, trust_remote_code) if place else None
     if given is False:

@@ -37,7 +37,6 @@ class Stats:
 
     @classmethod
     def from_totals(cls, totals: StepTotals, request: Request) -> Stats:
-        """Return the figures of the steps of one request."""
         return cls(
             cycles=totals.cycles,
             accepted_lengths=tuple(totals.accepted_lengths),
@@ -139,8 +138,6 @@ class TextReader:
 
 
 class Answer:
-    """Collects the Steps of one request: text, token ids and figures."""
-
     def __init__(self, request: Request, reader: TextReader) -> None:
         self.request = request
         self.reader = reader

@@ -70,8 +70,7 @@ class _Conversation:
         self.chat = self.llm.chat(self.options.system, **self.keywords)
 
     def run(self) -> int:
-        """Answer until the user leaves; returns the exit status: 2 when a turn of a piped
-        conversation failed."""
+        """Answer until the user leaves; returns the exit status: 2 when a turn of a piped conversation failed."""
         if self.interactive:
             note(f"{self.llm.target.name} with {self.llm.method}; /help lists commands, Ctrl-D ends")
             with suppress(ImportError):

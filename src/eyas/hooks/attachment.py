@@ -78,8 +78,7 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give the model its own `generate` back, and free what eyas keeps for it. Nothing happens
-    where nothing is attached."""
+    """Give the model its own `generate` back, and free what eyas keeps for it, if something is attached."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas detaches from a causal language model of transformers, not from {type(model).__name__}")
     if _custom(model.__dict__.get("generate")) is not None:
@@ -88,8 +87,7 @@ def detach(model: PreTrainedModel) -> None:
 
 
 class Attachment:
-    """The result of `attach`: a context manager that returns the model, and undoes the attachment
-    at its end."""
+    """The result of `attach`: a context manager that returns the model, and undoes the attachment at its end."""
 
     def __init__(self, model: PreTrainedModel, custom: CustomGenerate, before: Any) -> None:
         self.model, self._custom, self._before = model, custom, before
@@ -118,12 +116,10 @@ class Attachment:
 
 
 def _custom(method: Any) -> CustomGenerate | None:
-    """Return the CustomGenerate of a `generate` that eyas has set; None for any other."""
     return getattr(getattr(method, "__func__", None), MARK, None)
 
 
 def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
-    """Return the function that takes the place of `generate` of this class of models."""
     signature = inspect.signature(kind.generate)
 
     @wraps(kind.generate)
@@ -155,12 +151,7 @@ def _generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: di
 
 
 def write_custom_generate(folder: str | Path) -> Path:
-    """Write `custom_generate/generate.py` and its requirements into the folder of a draft head;
-    returns `custom_generate`.
-
-    Raises:
-        InputError: there is no draft head.
-    """
+    """Write `custom_generate/` with its two files into the folder of a draft head; returns it."""
     head = Path(folder).expanduser()
     if not (head / "config.json").is_file():
         raise InputError(f"{head} holds no draft head: there is no config.json")
@@ -172,15 +163,8 @@ def write_custom_generate(folder: str | Path) -> Path:
 
 
 def generate_by_folder(model: PreTrainedModel, **arguments: Any) -> Any:
-    """Decode with the head whose folder or hub id was given to `generate` as `custom_generate`.
-
-    Args:
-        arguments: as for `generate`; among them may be `method`, `tree`, `kernels`, `draft_with`
-            and `batch_size` of eyas.
-
-    Raises:
-        OptionError: it was not called by `model.generate(..., custom_generate=...)`.
-    """
+    """Decode with the head whose folder or hub id was given to `generate` as `custom_generate`. Among the arguments
+    may be `method`, `tree`, `kernels`, `draft_with` and `batch_size` of eyas."""
     head = arguments_of_generate().get("custom_generate")
     if not isinstance(head, str):
         raise OptionError(

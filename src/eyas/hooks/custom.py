@@ -79,11 +79,7 @@ def hf(
 
 @dataclass
 class CustomGenerate:
-    """Decodes for `model.generate`. It serves any number of calls and models.
-
-    Attributes:
-        stats: figures of each row of the last call; empty before.
-    """
+    """Decodes for `model.generate`. It serves any number of calls and models."""
 
     settings: Settings
     streamer: Any = None
@@ -102,11 +98,7 @@ class CustomGenerate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode; called by `generate` with what it has prepared. Returns what `generate` returns.
-
-        Raises:
-            EyasError: something that eyas cannot keep, by name; a model or a head that cannot be served.
-        """
+        """Decode; called by `generate` with what it has prepared. Returns what `generate` returns."""
         self.stats = ()
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
@@ -139,8 +131,7 @@ class CustomGenerate:
 
 
 def arguments_of_generate() -> Mapping[str, Any]:
-    """Return the local variables of the `generate` of transformers that has called the present
-    function; empty without one."""
+    """Return the local variables of the `generate` of transformers that has called; empty without one."""
     frame = sys._getframe(1)
     for _ in range(FRAMES):
         if frame.f_back is None:

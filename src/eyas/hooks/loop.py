@@ -25,16 +25,7 @@ from eyas.metrics import StepTotals
 
 
 class Lockstep:
-    """The texts of a batch, token by token.
-
-    Attributes:
-        columns: the tokens of all rows, [B] each; rows that have ended have padding there, if `pad`
-            is set.
-        scores, logits: float32 [B, V] for each column: processed, and raw; zeros in rows that have
-            ended, if `pad` is set.
-        pad: the padding token; None: rows that have ended are decoded until all have.
-        finished: no row goes on.
-    """
+    """The texts of a batch, token by token."""
 
     def __init__(
         self,
@@ -52,11 +43,12 @@ class Lockstep:
         )
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
+        # None: rows that have ended are decoded until all have
         self.pad = int(pad) if pads and pad is not None else None
         ids_BT = distribution.batch.ids_BT
         self.ended = [False] * len(ids_BT)
-        self.columns: list[list[int]] = []
-        self.scores: tuple[Tensor, ...] = ()
+        self.columns: list[list[int]] = []  # the tokens of all rows; padding in rows that have ended
+        self.scores: tuple[Tensor, ...] = ()  # float32 [B, V] for each column; zeros in rows that have ended
         self.logits: tuple[Tensor, ...] = ()
         self._undelivered = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
         room = (
@@ -81,7 +73,6 @@ class Lockstep:
         return self.distribution.custom_criteria or self.streamer is not None
 
     def feed(self, row: int, step: Step) -> None:
-        """Take in the tokens that the engine has decoded for the row."""
         raw = step.extra.get("logits")
         logits = [None] * len(step.tokens) if raw is None else list(raw.clone())
         self._undelivered[row].extend(zip(step.tokens, logits, strict=True))

@@ -38,8 +38,6 @@ TARGET_OPTIONS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the drafts: parameters of `eyas.load`, without the target's."""
-
     draft: Any = None
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -57,8 +55,6 @@ class Settings:
 
 
 class _ModelState:
-    """The LLMs of one model, the one used last at the end."""
-
     def __init__(self) -> None:
         # LLMs by settings and version of the weights
         self.llms: OrderedDict[tuple[Hashable, Hashable], api.LLM] = OrderedDict()
@@ -82,12 +78,7 @@ def _state_of(model: PreTrainedModel) -> _ModelState:
 
 
 def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
-    """Return the LLM of this model with these settings; made again if the model's weights, hooks or
-    forwards have changed since.
-
-    Raises:
-        ModelError, CheckpointError, OptionError: as `eyas.load`.
-    """
+    """Return the LLM of this model with these settings; made again if the weights, hooks or forwards have changed."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas drafts for causal language models of transformers, not for {type(model).__name__}")
     if model.training:
@@ -105,6 +96,5 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Free what is kept for the model."""
     with _creation:
         model.__dict__.pop(ATTRIBUTE, None)

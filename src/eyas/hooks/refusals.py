@@ -44,16 +44,7 @@ def refused(name: str, why: str) -> OptionError:
 def check_call(
     model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """
-    Args:
-        config: as generate has prepared it.
-        model_kwargs: keyword arguments for the model's forward.
-        given: local variables of generate: its arguments.
-
-    Raises:
-        ModelError: an encoder-decoder.
-        OptionError: something that eyas cannot keep.
-    """
+    """Refuse what eyas cannot keep. `given`: local variables of generate, its arguments."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
     mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))
@@ -85,7 +76,6 @@ def media_of(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise OptionError for inputs that eyas does not read."""
     media = media_of(model, model_kwargs)
     for name, value in media.items():
         if not describes_media(name, value) or not (isinstance(value, Tensor) or name == ENCODED):

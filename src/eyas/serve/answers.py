@@ -15,8 +15,7 @@ class Silence:
 
 
 class Answer:
-    """The text generated for one job, for a single reader. `join`: Deltas that a slow reader has not taken yet become
-    one."""
+    """The text generated for one job, for a single reader. `join`: Deltas that have not been taken yet become one."""
 
     def __init__(self, count: int, cancel: Callable[[Answer], None], join: bool = True) -> None:
         self.count = count
@@ -39,8 +38,7 @@ class Answer:
 
     async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
         """Yield each Delta until every sequence has ended, and a Silence after `keep_alive` seconds without
-        `written`.
-        Raise the error of a sequence. Close the Answer afterwards."""
+        `written`. Raise the error of a sequence. Close the Answer afterwards."""
         self.written()
         while self._open:
             if keep_alive is not None and self._timer is None:

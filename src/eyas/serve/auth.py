@@ -70,8 +70,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def allowed_hosts(listens_at: str, given: Collection[str], has_keys: bool) -> tuple[str, ...]:
-    """Return the names that are let through; (): all. No name is refused with keys, which a foreign page does not
-    have."""
+    """Return the names that are let through; (): all. With keys no name is refused: a foreign page has none."""
     local = listens_at in LOCAL
     if not given and (has_keys or not local):
         return ()

@@ -49,9 +49,8 @@ class UnfinishedError(ValueError):
 
 def read_calls(text: str, tools: Mapping[str, Any], last: bool = False) -> list[Function]:
     """Return the functions that a text calls; [] for JSON that is not a call. Raise ValueError if the text is not a
-    call.
-    `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark may
-    lack."""
+    call. `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark
+    may lack."""
     text = text.strip()
     try:
         return functions_of(_values(text))

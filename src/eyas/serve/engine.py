@@ -60,8 +60,7 @@ class Engine:
     def __init__(
         self, llm: LLM, settings: Settings, metrics: Metrics, rest: Callable[[bool], bool] | None = None
     ) -> None:
-        """`rest`: called between requests, with whether none is in flight; returns whether it is to be called again
-        soon."""
+        """`rest`: called between requests, with whether none is in flight; returns whether it has more to do."""
         self.llm = llm
         self._rest = rest
         self._ended = False  # whether a sequence has ended since `rest` was last called

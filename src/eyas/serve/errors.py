@@ -95,8 +95,7 @@ class ApiError(Exception):
 
 
 def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
-    """Return the answer for an exception; it names the field among `fields`, those of the body, that the error is
-    about."""
+    """Return the answer for an exception; it names the one of the body's `fields` that the error is about."""
     prompt = next((name for name in PROMPTS if name in fields), "messages")
     if isinstance(error, ApiError):
         error.param = prompt if error.param == "messages" else error.param
@@ -130,8 +129,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Return the answer for a body that pydantic refuses: its first complaint, with all types that the field may
-    have."""
+    """Return the answer for a body that pydantic refuses: its first complaint, with all types that are allowed."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if complaints[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")

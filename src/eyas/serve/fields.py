@@ -72,8 +72,7 @@ WITHOUT_EFFECT = frozenset(
 
 @cache
 def foreign_fields(*paths: str) -> dict[str, list[Any]]:
-    """Return the fields of vLLM, SGLang and llama.cpp on these paths, or on any, with their defaults, which change
-    nothing."""
+    """Return fields of vLLM, SGLang and llama.cpp on these paths, or on any, with the defaults that change nothing."""
     listed = json.loads(Path(__file__).with_name("foreign_fields.json").read_text(encoding="utf-8"))["fields"]
     found: dict[str, list[Any]] = {}
     for path in paths or listed:

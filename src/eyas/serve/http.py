@@ -120,8 +120,7 @@ def add_route(
 
 
 async def read_body(request: Request, kind: type[Kind]) -> Kind:
-    """Return the request's body as this model. Only JSON by name is read: a page of another origin must ask to send
-    it."""
+    """Return the request's body as this model. Only JSON by name is read: a foreign page must ask to send it."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, "send the body as JSON, with the header `Content-Type: application/json`")

@@ -118,8 +118,7 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Counts where tokens begin in the text, in characters. A token within a character begins where the character
-    does."""
+    """Counts where tokens begin in a text, in characters; within a character, where the character does."""
 
     def __init__(self, texts: TokenTexts, detokeniser: Detokeniser | None, text: str, begin: int) -> None:
         self._texts, self._detokeniser, self._text = texts, detokeniser, text

@@ -19,8 +19,7 @@ class Conversation:
 
 
 class Memory:
-    """The conversations of the last `max_responses` responses, at most `max_bytes` of JSON. The oldest are
-    forgotten."""
+    """The conversations of the last responses, at most `max_bytes` of JSON. The oldest are forgotten."""
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses

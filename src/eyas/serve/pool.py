@@ -40,8 +40,7 @@ class DecoderPool:
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
         """Return a Decoder with a row for a new sequence; `release` gives the row back. `load` counts sequences in
-        flight
-        and waiting, the new one included. Each adapter has Decoders, and so keys and values, of its own."""
+        flight and waiting, the new one included. Each adapter has Decoders, and so keys and values, of its own."""
         kind = method, adapter
         size = self._size(kind, load)
         decoder = self._decoders.pop((kind, size), None) or self._open(kind, size)
@@ -53,8 +52,7 @@ class DecoderPool:
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
-        """Return the rows of the Decoder to enter: enough for the load, or more if the load fills much of a
-        busy one."""
+        """Return the rows of the Decoder to enter: enough for the load, or a busy one that it fills well."""
         enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
         busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
         return min(busy or enough)

@@ -256,8 +256,7 @@ class Reader:
         return [_call(number, function) for number, function in enumerate(made, self._calls - len(made))]
 
     def _functions(self, mark: str, place: int, last: bool) -> list[Function] | str | None:
-        """Return the functions up to a closing mark, the text if it is not a call, or None for a mark in an
-        argument."""
+        """Return the functions up to a closing mark, the text if none are called, None for a mark in an argument."""
         region, body, schemas = self._region, self._text[:place], self._grammar.schemas
         end = "" if region.endless else mark
         whole = self._mark + body + end

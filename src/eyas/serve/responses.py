@@ -125,8 +125,7 @@ class ResponsesBody(GenerationBody):
 
 def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
     """Return items as messages, and the place of each in the input. Reasoning, a text and calls in a row are one
-    turn.
-    `before`: how many of the first items belong to earlier responses."""
+    turn. `before`: how many of the first items belong to earlier responses."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     for number, item in enumerate(items, start=1 - before):
@@ -157,8 +156,7 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
 
 
 def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return an item as a message; {} for empty reasoning. Keys that a message does not have are from earlier
-    responses."""
+    """Return an item as a message; {} for empty reasoning. Further keys are from earlier responses."""
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}

@@ -34,8 +34,7 @@ class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
     def __init__(self, llm: LLM, settings: Settings, pools: Any = None, heads: Any = None) -> None:
-        """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces the head and lets it
-        learn."""
+        """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces and teaches the head."""
         self.llm = llm
         self.pools = pools
         self.heads = heads
@@ -47,8 +46,7 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
-        """Decode a little before the first client comes, on a GPU by every method: costs are measured, code is
-        compiled."""
+        """Decode a little before the first client comes, on a GPU by every method: costs are measured."""
         if self.llm.target.runner.records_cycles and (runner := RUNNER.plug) is not None:
             for name in self.engine.methods.names:
                 runner.warm_up(self.engine.methods.drafter(name))
@@ -90,8 +88,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """Return a prompt as token ids; a text without a chat template, `special` with the tokens that the tokenizer
-        adds."""
+        """Return a prompt as token ids, without a chat template; `special`: with the tokens that the tokenizer adds."""
         if not isinstance(prompt, str):
             return tuple(prompt)
         return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))

@@ -150,12 +150,8 @@ def read_arguments(given: Any) -> Any:
 
 
 def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `render` that stand beside the messages in a line of a file: `tools` (or
-    the older `functions`), a list or its JSON, and `chat_template_kwargs`.
-
-    Raises:
-        InputError: one of them is of another kind.
-    """
+    """Return the keywords of `render` that stand beside the messages in a line of a file: `tools` or `functions`, a
+    list or its JSON, and `chat_template_kwargs`."""
     tools = _parsed(record.get("tools") or record.get("functions"))
     if not isinstance(tools, list | None) or not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise InputError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
@@ -168,7 +164,6 @@ def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(given: Any) -> Any:
-    """Return a value, or what its JSON holds; None for an empty one."""
     try:
         return parse_json(given) if isinstance(given, str) and given.strip() else given or None
     except InputError:

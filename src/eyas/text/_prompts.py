@@ -32,12 +32,7 @@ QUESTION = [{"role": "user", "content": "?"}]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or
-    none). It adds none that the text, such as a rendered chat, begins with.
-
-    Raises:
-        InputError: the prompt is not a string, is empty, is not valid Unicode, or gives no token.
-    """
+    """Tokenize a raw prompt with the tokenizer's own special tokens, but none that the text begins with."""
     if not isinstance(prompt, str):
         raise InputError(f"a prompt must be a string, this one is {kind_of(prompt)}")
     if not prompt:
@@ -54,7 +49,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
-    """Tokenize a part of a text, without special tokens; `name` is used in error messages."""
+    """Tokenize a part of a text, without special tokens; errors call it `name`."""
     check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -130,8 +125,7 @@ def write_chat(
 
 @lru_cache(64)
 def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do: it writes
-    the text of a part, and loses a string."""
+    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found, word = set[str](), "Word4you"
@@ -166,8 +160,7 @@ def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. Where it refuses the chat, or leaves a text of the system's after the first
-    message out without a word, it gets other forms of it (`forms.py`)."""
+    """Return what the template writes. Where it refuses the chat or leaves text out, it gets other forms of it."""
     from eyas.text.forms import SYSTEM, other_forms
 
     said = [_as_read(message, parts=False)["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
@@ -188,8 +181,7 @@ def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages
 
 
 def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: str) -> str:
-    """Return the number of the message with which the template's refusal begins, as a part of its error;
-    "" where the template refuses any chat."""
+    """Return the number of the message with which the refusal begins; "" where any chat is refused."""
 
     def refuses(messages: Messages) -> bool:
         try:
@@ -205,12 +197,8 @@ def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: s
 
 
 def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
-    """Return the checked messages as this template knows them.
-
-    Where it does not name the role "developer", such a message is "system", as llama.cpp and vLLM
-    have it, and one with the system's message before it: many templates allow only one. Where it
-    asks whether content is none, a message with nothing but calls has None.
-    """
+    """Return the checked messages as this template knows them: without a role "developer" that it does not name,
+    which joins the system's message before it, and with None for content that it asks about and is empty."""
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]
     if DEVELOPER.search(template):
@@ -231,8 +219,8 @@ def _join(first: Any, second: Any) -> Any:
 
 
 def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> dict[str, str]:
-    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the `ends` are
-    marks, of reasoning or of calls, and stay; gpt-oss' channels become the keys that its template reads."""
+    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the
+    `ends` are marks and stay; gpt-oss' channels become the keys that its template reads."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
     inner = [token for token in ids if token not in special or token not in ends]

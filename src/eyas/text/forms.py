@@ -44,8 +44,7 @@ def _same(chat: Chat) -> Chat:
 
 
 def _system_first(chat: Chat) -> Chat:
-    """Return the chat with one message of the system's, at the beginning. Each later text ends the turn of the user's
-    or of a tool's before it, or begins the user's after it, so that turns still alternate."""
+    """Return the chat with one system message, at the beginning; later texts join the user's or a tool's turns."""
     head = next((i for i, message in enumerate(chat) if message["role"] not in SYSTEM), len(chat))
     made: Chat = [_joined(chat[:head])] if head else []
     open_turn = False  # whether the last turn holds a text of the system's and may go on
@@ -69,7 +68,7 @@ def _no_system(chat: Chat) -> Chat:
 
 
 def _joined(messages: Chat) -> Mapping[str, Any]:
-    """Return messages as one, of the first one's role. Their contents are texts, or parts for a model that reads images."""
+    """Return messages as one, of the first one's role. Their contents are texts or parts."""
     if len(messages) == 1:
         return messages[0]
     listed = [_parts(message["content"]) for message in messages]
@@ -89,8 +88,7 @@ def _parts(content: Any) -> list[Mapping[str, Any]]:
 
 
 def _short_ids(chat: Chat) -> Chat:
-    """Return the chat with ids of nine letters and digits, equal ones where they were equal. Calls and results without
-    an id belong together in their order."""
+    """Return the chat with ids of nine letters and digits; calls and results without an id belong together in order."""
     calls, results = count(), count()
 
     def short(given: Any, number: int) -> str:

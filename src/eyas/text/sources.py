@@ -81,12 +81,7 @@ def read_errors(file: File) -> Iterator[None]:
 
 
 def opened(file: File) -> io.BufferedReader:
-    """Open a file for its bytes; the caller closes it.
-
-    Raises:
-        OptionError: the package that reads such a URL is missing.
-        OSError, or what that package raises: the file cannot be opened.
-    """
+    """Open a file for its bytes; the caller closes it."""
     if isinstance(file, Path):
         return open(file, "rb")
     import fsspec
@@ -98,9 +93,7 @@ def opened(file: File) -> io.BufferedReader:
 
 @contextmanager
 def open_file(file: File) -> Iterator[IO[bytes]]:
-    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
-    they cannot be read.
-    """
+    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block."""
     with read_errors(file), opened(file) as plain:
         is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
         yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
@@ -108,7 +101,6 @@ def open_file(file: File) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def package_errors(file: RemoteFile) -> Iterator[None]:
-    """Turn the error of a missing package into a line that says how to install it."""
     try:
         yield
     except ImportError as error:
@@ -116,7 +108,7 @@ def package_errors(file: RemoteFile) -> Iterator[None]:
 
 
 def _repair(file: RemoteFile) -> str:
-    """Return the command that installs what reads a URL, or nothing where fsspec's own message is all there is."""
+    """Return the command that installs what reads a URL, if there is more than fsspec's own message."""
     from fsspec.registry import known_implementations
 
     protocols = [part.partition("://")[0] for part in file.url.split("::")]
@@ -131,17 +123,11 @@ def _repair(file: RemoteFile) -> str:
 
 
 def is_parquet(file: File) -> bool:
-    """Return whether a file is a table in Parquet, by its name."""
     return file.name.lower().endswith(PARQUET)
 
 
 def parquet_rows(file: File) -> Iterator[bytes]:
-    """Yield each row of a Parquet file as JSON, without its nulls: a table cannot tell them from absent keys.
-
-    Raises:
-        OptionError: pyarrow is missing.
-        InputError: the file cannot be read, or is damaged.
-    """
+    """Yield each row of a Parquet file as JSON, without its nulls: a table cannot tell them from absent keys."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

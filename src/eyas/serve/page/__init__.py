@@ -34,8 +34,7 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re
 
 
 def one_file(data: Mapping[str, Any]) -> str:
-    """Return an HTML page that shows one answer: prompt, target, method, tau, seconds, and cycles of a
-    `CycleWriter`."""
+    """Return an HTML page that shows one answer: prompt, target, method, tau, seconds, and its cycles."""
     style = "\n".join(_read(name) for name in STYLES)
     script = "\n".join(_modules("file"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'; {NO_MARKUP}"

@@ -103,7 +103,6 @@ class LLM:
             return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
-        """Return the adapter that a request asks for, as `Request.adapter`."""
         if name is None:
             return self.target.adapter
         return self.target.with_adapter("" if name == BASE else str(name)).adapter
@@ -462,7 +461,6 @@ class Chat:
         answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
 
         def append() -> None:
-            """Append question and answer to the conversation."""
             if answer.totals.token_ids:
                 reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
                 if answer.reader.stop_string is None and self.llm.tokenizer is not None:
@@ -482,7 +480,6 @@ class Chat:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the Sampling among the keywords of `generate`."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 

@@ -241,7 +241,6 @@ class TargetSettings(NamedTuple):
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
-    """Return the target and its tokenizer."""
     if settings.gguf_file is not None and (known is None or not known.takes_file):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"

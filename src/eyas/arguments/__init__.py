@@ -269,7 +269,6 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
 
 
 def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
-    """Return the temperature that `do_sample` asks for."""
     if sample is None:
         return {}
     if not isinstance(sample, bool):
@@ -282,7 +281,6 @@ def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return the value as an int, at least `least`."""
     number = plain_number(value)
     if not _is_whole(number) or number < least:
         raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -394,7 +392,6 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
-    """Return "on" and "off" for True and False; "auto" for None."""
     return (
         {True: "on", False: "off", None: "auto"}.get(value, value)
         if value is None or isinstance(value, bool)

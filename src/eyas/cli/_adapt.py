@@ -39,7 +39,6 @@ def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions,
 
 
 def save_adapted(llm: LLM, options: AdaptOptions) -> None:
-    """Write the head, if the options say where."""
     from eyas.adapt import LearningLLM
 
     if isinstance(llm, LearningLLM) and options.adapt_save is not None:

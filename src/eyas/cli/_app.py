@@ -65,15 +65,11 @@ def _modules() -> Mapping[str, str]:
 
 
 def names() -> list[str]:
-    """Return the commands: the files of this folder, and those of other distributions."""
     return sorted(_modules())
 
 
 def dispatch(arguments: Sequence[str]) -> int:
-    """Run the command that the arguments name and return its exit status.
-
-    Raises UsageError when the arguments do not fit; whatever the command raises escapes.
-    """
+    """Run the command that the arguments name and return its exit status. Raise UsageError if they do not fit."""
     place = _place(arguments)
     try:
         with collector_paused():  # torch and transformers are imported, for the options of the methods
@@ -87,10 +83,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
-    """Return what to call, the command or its help, with its arguments.
-
-    Raise CycloptsError or UsageError when the arguments do not fit, OptionError for a command that is not installed.
-    """
+    """Return what to call, the command or its help, with its arguments."""
     tokens = [STDIN if token == "-" else token for token in arguments]
     if tokens and tokens[0] not in names() and tokens[0] not in (*HELP_FLAGS, "--version"):
         elsewhere.check("commands", tokens[0], f"eyas {tokens[0]}")
@@ -123,7 +116,6 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
-    """Return the app, with the one command that is asked for, or with all of them."""
     app = App(
         name="eyas",
         help=HELP,
@@ -169,8 +161,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:
-    """Return a stand-in for a command, as cyclopts takes it: placeholders are replaced by dataclasses, and each group
-    of options has a default. On the page of `eyas --help` it has no parameters."""
+    """Return a stand-in for a command, as cyclopts takes it: placeholders are dataclasses, groups have defaults."""
     wants_help = any(token in HELP_FLAGS for token in tokens)
     parameters = []
     for parameter in _signature(function).parameters.values() if tokens and tokens[0] in names() else ():
@@ -195,7 +186,6 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
 
 
 def _is_optional_group(annotation: Any) -> bool:
-    """Return whether this is a dataclass all of whose fields have defaults."""
     return (
         isinstance(annotation, type)
         and is_dataclass(annotation)
@@ -204,7 +194,6 @@ def _is_optional_group(annotation: Any) -> bool:
 
 
 def _explain(error: cyclopts.CycloptsError) -> str:
-    """Return the error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
         shown = [argument for argument in error.argument_collection if argument.parse and argument.show]

@@ -69,8 +69,6 @@ def _reason(error: OSError, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """One usable line of the input."""
-
     line: int  # counted from 1
     id: str | int | None
     prompt: Any  # a prompt of LLM.generate
@@ -91,8 +89,6 @@ class Task:
 
 @dataclass(frozen=True)
 class InvalidLine:
-    """A line of the input that cannot be used."""
-
     line: int
     reason: str
 
@@ -114,7 +110,6 @@ def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file, or the rows of a table as JSON."""
     from eyas.text.sources import as_file, is_parquet, open_file, parquet_rows
 
     if path == STDIN:
@@ -144,7 +139,6 @@ def _task(number: int, raw: bytes) -> Task:
 
 
 def _suggestion(fields: Mapping[str, Any]) -> str:
-    """Return the key that was probably meant to be one of ours."""
     close = [(key, hint) for key in fields if (hint := near(key, KINDS)).startswith("did you")]
     return f"; {close[0][0]!r}: {close[0][1]}" if close else ""
 
@@ -170,16 +164,8 @@ class Keyed(Protocol):
 
 
 class Results:
-    """A file that results are appended to, or stdout.
-
-    Args:
-        path: the file; None for stdout.
-        names: the fields that name a result: each result has one of them, as its first field.
-        needs: a field that every result has.
-
-    Used in a `with` block, in which no other process can write into the file. Raises InputError
-    when the file cannot be written or holds something other than results.
-    """
+    """A file that results are appended to, or stdout. In a `with` block no other process can write into the file.
+    `names`: the fields one of which names a result, as its first field. `needs`: a field that every result has."""
 
     def __init__(self, path: str | None, names: Sequence[str] = ("id", "line"), needs: str = "token_ids") -> None:
         self.path = path
@@ -277,15 +263,7 @@ def _is_json(raw: bytes) -> bool:
 
 
 class FileRun:
-    """A run that answers the lines of a file, and counts what it does.
-
-    Args:
-        results: where the answers go.
-        counts: names of what is counted; the first one are the results, which messages call so.
-
-    Raises OptionError, in `refuse_others`, when the file holds results of another target or with
-    other settings.
-    """
+    """A run that answers the lines of a file, and counts what it does; the first of `counts` are the results."""
 
     def __init__(self, results: Results, counts: Sequence[str]) -> None:
         self.results = results
@@ -301,7 +279,6 @@ class FileRun:
         return tau(self.emitted, self.cycles)
 
     def refuse_others(self, differences: Sequence[str]) -> None:
-        """Raise OptionError if this run has other settings than the file."""
         if differences:
             raise OptionError(
                 f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
@@ -314,15 +291,11 @@ class FileRun:
         return f"{self.results_before + self.counts[self.noun]} {self.noun} {where}"
 
     def print_json(self, **figures: float) -> None:
-        """Print the counts and figures as one line."""
         print(json.dumps({**self.counts, "tau": self.tau, **figures, "output": self.results.path}))
 
 
 def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
-    """Describe where the settings in a file differ from the settings of this run.
-
-    there: an object that was read, or nothing. A setting that is not in it is not compared.
-    """
+    """Describe where the settings in a file, if there are any, differ from the settings of this run."""
     recorded = there if isinstance(there, Mapping) else {}
     pairs = [(name, recorded[name], json.loads(json.dumps(value))) for name, value in now.items() if name in recorded]
     return [f"{name} {old} there, {new} now" for name, old, new in pairs if old != new]

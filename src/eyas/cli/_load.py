@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep Python from looking for garbage while libraries and models are loaded: it would find
-    next to none, in a tenth of the time that they take."""
+    """Keep Python from looking for garbage while models are loaded: it takes a tenth of the time and finds none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +72,6 @@ def _is_ours(file: Path) -> bool:
 
 
 def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
-    """Return the LLM that the options describe, with the method's own options."""
     from eyas.api import load as load_llm
 
     arguments = {**asdict(model), **asdict(draft), **options}
@@ -93,7 +91,6 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
 
 
 def plain_decoding(llm: LLM) -> LLM:
-    """Return an LLM that decodes plainly with the target and the tokenizer of another one."""
     from eyas import drafters
     from eyas.api import LLM
 
@@ -101,7 +98,6 @@ def plain_decoding(llm: LLM) -> LLM:
 
 
 def _owners(option: str) -> list[str]:
-    """Return the methods that have an option."""
     from eyas import drafters
     from eyas.option_texts import list_options
 
@@ -109,7 +105,6 @@ def _owners(option: str) -> list[str]:
 
 
 def need_packages(command: str, extra: str, *packages: str) -> None:
-    """Raise OptionError if a package that an extra brings is not installed."""
     for package in packages:
         try:
             import_module(package)
@@ -118,7 +113,6 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
 
 
 def need_tokenizer(llm: LLM) -> None:
-    """Raise InputError if the target has no tokenizer."""
     if llm.tokenizer is None:
         raise InputError("this target has no tokenizer: name one with --tokenizer")
 
@@ -147,8 +141,7 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
 
 
 def structure_of(options: StructureOptions) -> dict[str, Any]:
-    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read
-    before a model is loaded."""
+    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read."""
     from eyas import grammar
 
     structure: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
@@ -167,8 +160,7 @@ def structure_of(options: StructureOptions) -> dict[str, Any]:
 
 
 def text_of(path: Path, failure: str) -> str:
-    """Return the text of a file that an option names; InputError, which begins with `failure`, when
-    it cannot be read."""
+    """Return the text of a file that an option names; the error begins with `failure`."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -219,5 +211,4 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
-    """Return log-probabilities as objects, if they were asked for."""
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}

@@ -35,8 +35,8 @@ PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Tra
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
-    """Return `Annotated[int, "Sampling", "N"]` in the form that cyclopts reads: the option's panel on the help page,
-    and the name of its value there."""
+    """Return `Annotated[int, "Sampling", "N"]` as cyclopts reads it: with the option's panel and the name of its
+    value."""
     kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     parameters = [Parameter(**settings)]
     for mark in marks:
@@ -48,11 +48,8 @@ def annotate(annotation: Any, **settings: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def option_group(kind: type[Options], described: Mapping[str, str] = MappingProxyType({})) -> type[Options]:
-    """Make a class a frozen dataclass whose fields are options; the docstring below a field is its help.
-
-    Args:
-        described: the help of fields that have no docstring below them.
-    """
+    """Make a class a frozen dataclass whose fields are options; the docstring below a field, or `described`, is its
+    help."""
     kind = dataclass(frozen=True, kw_only=True)(kind)
     described = {**described, **field_docstrings(kind)}
     for name, annotation in get_type_hints(kind, include_extras=True).items():
@@ -253,12 +250,9 @@ class ConfigOptions(dict[str, Any]):
 
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
-    """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation.
-
-    A help page shows the options of the methods that --method names, or of all of them with
-    --help-all. A command that runs takes the options of every method: which method runs may
-    follow from the head.
-    """
+    """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation. A help page
+    shows the
+    options of the methods after --method, or all with --help-all. A command takes the options of every method."""
     if not isinstance(annotation, type):
         return None
     if issubclass(annotation, ConfigOptions):
@@ -290,8 +284,7 @@ def _value_of(option: str, tokens: Sequence[str]) -> str | None:
 
 @functools.cache
 def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) -> type:
-    """Return a dataclass with the options of the methods, those at dotted paths after --method included; for a help
-    page of named methods, of these alone."""
+    """Return a dataclass with the options of the methods, those at dotted paths after --method included."""
     from eyas import drafters
 
     outside = [name for name in named if "." in name]
@@ -320,7 +313,6 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 
 @functools.cache
 def _config_class(config: type, for_help: bool) -> type:
-    """Return a dataclass with the options that the fields of a config are."""
     shown = (
         replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(config, described=for_help)
     )
@@ -328,10 +320,7 @@ def _config_class(config: type, for_help: bool) -> type:
 
 
 def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> type:
-    """Return a dataclass for cyclopts with a field for each option, None when the option is not given.
-
-    flags: an option of type bool takes no value.
-    """
+    """Return a dataclass with a field for each option, None if it is not given. `flags`: a bool takes no value."""
     declared = []
     for option in options:
         flag = flags and option.annotation is bool
@@ -346,8 +335,6 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
 
 
 def _value_type(option: Option) -> Any:
-    """Return the type by which cyclopts reads an option's value."""
-
     def numbers(kind: Any, tokens: Sequence[Token]) -> Any:
         try:
             return parse_option(option, tokens[0].value)

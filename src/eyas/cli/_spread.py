@@ -44,7 +44,6 @@ def on_cluster() -> bool:
 
 
 def cores_for(processes: int) -> int:
-    """Return the cores of each of so many processes on this machine."""
     return max(1, (os.cpu_count() or 1) // processes)
 
 
@@ -54,11 +53,7 @@ def spread(
     workers: int,
     device: str,
 ) -> Iterator[Outcome]:
-    """Yield the outcomes of items, by workers of Ray's, in the order of the items.
-
-    Args:
-        make: returns what works, in a worker.
-    """
+    """Yield the outcomes of items, by workers of Ray's that `make` makes, in the order of the items."""
     need_packages("--workers", "ray", "ray")
     ray = elsewhere.part("workers", "--workers")
     share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))

@@ -56,8 +56,6 @@ def command(
 
 
 class _Conversation:
-    """A conversation with its user."""
-
     def __init__(self, llm: LLM, options: ChatOptions, keywords: dict[str, Any]) -> None:
         self.llm = llm
         self.options = options

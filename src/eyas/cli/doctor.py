@@ -26,8 +26,6 @@ MARKS = {True: "[green] ok [/]", False: "[red]FAIL[/]", None: "    "}
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
-
     topic: str
     good: bool | None  # None: neither good nor bad
     what: str
@@ -47,7 +45,6 @@ def command(*, as_json: AS_JSON = False) -> int:
 
 
 def _describe(machine: dict[str, Any]) -> Iterator[Finding]:
-    """Yield the machine as lines of the report."""
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
@@ -94,7 +91,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _fast_paths() -> dict[str, str]:
-    """Return the facilities here that run a forward pass faster than the model's own code."""
     from eyas import kernels
 
     reason = kernels.why_not()

@@ -137,7 +137,6 @@ def command(
 
 
 def _check(prompt: str | None, inputs: InputOptions) -> None:
-    """Refuse options that exclude or need each other."""
     ways = {"PROMPT": prompt, "--prompt-ids": inputs.prompt_ids, "--input": inputs.input}
     chosen = [name for name, value in ways.items() if value is not None]
     if len(chosen) > 1:
@@ -168,7 +167,6 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
 
 
 def _drafts(inputs: InputOptions) -> dict[str, Any]:
-    """Return the keywords `draft` and `prediction`, if they were given."""
     from eyas.arguments import as_draft
 
     keywords: dict[str, Any] = {}
@@ -193,11 +191,6 @@ def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
 
 
 def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
-    """Return the prompt as `LLM.generate` takes it: with images, a message that holds them.
-
-    Raises:
-        InputError: an image that is not there.
-    """
     if not images:
         return prompt
     if missing := next((path for path in images if not Path(path).expanduser().is_file()), None):
@@ -215,7 +208,6 @@ def _answer_one(
     draft: DraftOptions,
     view: CycleView | None,
 ) -> None:
-    """Answer one prompt: streamed, or as one JSON object."""
     on_step = None if view is None else view.watch(llm)
     stream = TimedStream(llm.stream(prompt, on_step=on_step, **keywords))
     stopped = False
@@ -255,16 +247,13 @@ def _shown(llm: LLM, answer: Piece | Result) -> str:
 
 
 class _Run(FileRun):
-    """Answers the prompts of a file."""
-
     def __init__(self, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
         super().__init__(results, ("results", "skipped", "bad", "tokens"))
         self.inputs = inputs
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """Return the tasks that have no result yet. Raise OptionError if the results belong to other
-        prompts or settings."""
+        """Return the tasks that have no result yet; refuse results of other prompts or settings."""
         self.refuse_others(differences(self.results.first.get("settings"), self.keywords))
         tasks = []
         for item in items:
@@ -316,16 +305,7 @@ class _Run(FileRun):
 
 
 class CycleView:
-    """Collects the cycles of one answer and writes them into a file.
-
-    Args:
-        path: the file. One that is there already is replaced.
-        prompt: shown as the prompt; token ids are shown as numbers.
-        system: the system message, if there is one.
-
-    Raises:
-        InputError: nothing can be written there. This is checked before anybody waits for an answer.
-    """
+    """Collects the cycles of one answer and writes them into a file, which is checked before anybody waits."""
 
     def __init__(self, path: str, prompt: str | Sequence[int], system: str | None) -> None:
         self.path = Path(path)
@@ -348,7 +328,6 @@ class CycleView:
         return lambda step: self._cycles.append(writer.write(step))
 
     def write(self, llm: LLM, result: Result) -> None:
-        """Write the page. Raise InputError when that fails."""
         from eyas.serve.page import one_file
 
         data = {

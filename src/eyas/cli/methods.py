@@ -53,7 +53,6 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def _text(method: dict[str, Any], in_full: bool) -> str:
-    """Return a method as a paragraph that fits the terminal."""
     from eyas import drafters
     from eyas.option_texts import list_options
 

@@ -93,8 +93,6 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """All options of the command."""
-
     server: ServeOptions
     adapt: AdaptOptions
     model: TargetOptions
@@ -125,7 +123,6 @@ def command(
 
 
 def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
-    """Return the application with its model loaded, and the service behind it."""
     from eyas.adapt import Heads
     from eyas.serve.app import make_app
     from eyas.serve.auth import allowed_hosts
@@ -144,7 +141,6 @@ def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
 
 
 def pools_of(options: ServeOptions) -> Pools | None:
-    """Return the texts that requests are drafted from; None if nothing is remembered."""
     from eyas.recall import Pools
 
     if options.recall is None:
@@ -157,7 +153,6 @@ def pools_of(options: ServeOptions) -> Pools | None:
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
-    """Return the settings of a server for this model."""
     from eyas.serve.records import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]

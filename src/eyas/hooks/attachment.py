@@ -94,7 +94,7 @@ class Attachment:
 
     @property
     def stats(self) -> tuple[Stats, ...]:
-        """Figures of each row of the last call; empty before."""
+        """Figures of each row of the last call."""
         return self._custom.stats
 
     def __enter__(self) -> PreTrainedModel:
@@ -136,7 +136,6 @@ def _generate_by(custom: CustomGenerate, kind: Any) -> Any:
 
 
 def _generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: dict[str, Any]) -> Any:
-    """Call the model's `generate` with these arguments, decoded by `custom`; returns its result."""
     if arguments.get("cache_implementation") == "paged":
         raise refused("cache_implementation='paged'", "it decodes by generate_batch of transformers")
     configs = [config for config in (arguments.get("generation_config"), model.generation_config) if config is not None]

@@ -122,7 +122,7 @@ class CustomGenerate:
         return _output(lockstep, generation_config)
 
     def _streamer(self, given: Any, input_ids: Tensor) -> Any:
-        """Return the streamer. Show the prompt to our own one, as transformers does to its streamer."""
+        """Return the streamer, our own after it was shown the prompt."""
         if given is not None and self.streamer is not None:
             raise OptionError("there are two streamers: give one, to generate or to eyas.hf")
         if self.streamer is not None:

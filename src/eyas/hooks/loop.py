@@ -64,7 +64,6 @@ class Lockstep:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the engine's steps must have the raw logits."""
         return self.wants_scores or self.wants_logits
 
     @property
@@ -123,7 +122,6 @@ class Lockstep:
             self.scores += (self.processors(self._seen, logits_BV.clone()),)  # type: ignore[arg-type]
 
     def _ends(self, tokens: list[int]) -> list[bool]:
-        """Return for each row whether it ends with the newest column."""
         if self.distribution.custom_criteria:
             ends: list[bool] = self.criteria(self._seen, self.scores if self.wants_scores else None).tolist()
             return ends

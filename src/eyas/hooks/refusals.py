@@ -37,7 +37,6 @@ ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
 
 
 def refused(name: str, why: str) -> OptionError:
-    """Return the error for an argument of generate that eyas does not serve."""
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
@@ -86,7 +85,6 @@ def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> No
 
 
 def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
-    """Raise OptionError for a cache that the caller has handed in."""
     own = (given.get("kwargs") or {}).get("past_key_values")
     filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
     if own is not None or filled or getattr(cache, "_is_user_defined", False):

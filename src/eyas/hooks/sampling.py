@@ -199,7 +199,6 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Tokens of a row, the padding included."""
         return int(self.ids_BT.shape[1])
 
     @classmethod

@@ -53,7 +53,6 @@ class Answer:
                 yield Silence()
 
     def close(self) -> None:
-        """Give up what has not ended."""
         if self._timer is not None:
             self._timer.cancel()
         if self._open:

@@ -86,7 +86,6 @@ def _function(given: Any) -> Function | None:
 
 
 def _values(text: str) -> list[Any]:
-    """Return the JSON values of a text, one after another."""
     value, place = _value(text, 0)
     values = [value]
     while place < len(text):

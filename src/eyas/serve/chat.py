@@ -80,7 +80,6 @@ class TemplateFields(Body):
         return InputError(re.sub(r"\bmessage (\d+)", name, str(error)))
 
     def template(self) -> dict[str, Any]:
-        """Return the keywords of `text.render` that these fields mean."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort = {"enable_thinking": False}
@@ -111,15 +110,12 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation that can be decoded, in whichever dialect it came."""
-
     job: Job
     model: str  # the name by which the client knows it
     new_reader: Callable[[], Reader]  # makes one for each sequence
 
 
 async def prepare(service: Service, body: ChatBody) -> Chat:
-    """Check a conversation, and make its prompt and its job."""
     model = service.model_name(body.model)
     n = body.n or 1
     service.settings.check_count(1, n)
@@ -198,8 +194,6 @@ def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass
 class ChatCompletion(Choices):
-    """OpenAI's chat completions."""
-
     texts: TokenTexts
     new_reader: Callable[[], Reader]
     _readers: dict[int, Reader] = field(default_factory=dict)  # readers of the sequences

@@ -79,11 +79,10 @@ class InfillBody(GenerationBody):
     n_predict: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as fit
 
     def check(self) -> None:
-        """See `Body.check`: nothing is refused."""
+        """Refuse nothing."""
 
     @property
     def ignored(self) -> list[str]:
-        """See `Body.ignored`."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
         return sorted(name for name, value in given.items() if value not in (None, *(self.neutral(name) or ())))
 

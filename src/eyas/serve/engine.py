@@ -89,7 +89,6 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up everything, and wait until the thread has ended."""
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
@@ -99,7 +98,6 @@ class Engine:
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Take no more jobs; those that are here go on."""
         self.draining = True
 
     def between_cycles(self, task: Callable[[], None]) -> Future[None]:
@@ -173,7 +171,6 @@ class Engine:
         self._inbox.put(lambda: self._cancel([s for s in self._sequences() if s.answer is answer]))
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Refuse, before the job is queued, prompts that `Decoder.add` would refuse."""
         if not prompt:
             raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
         check_ids(prompt, self.llm.target.vocab_size, "prompt")
@@ -221,14 +218,12 @@ class Engine:
             wait = False
 
     def _use_rest(self, idle: bool) -> bool:
-        """Call `rest` where nothing is in flight, or a sequence has just ended. Return its answer."""
         if self._rest is None or not (idle or self._ended):
             return False
         self._ended = False
         return self._rest(idle)
 
     def _expire(self) -> None:
-        """End the sequences whose time is over."""
         now = time.monotonic()
         if now < self._next_deadline_check:
             return
@@ -265,7 +260,6 @@ class Engine:
             self.metrics.admitted(sequence.times)
 
     def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
-        """Hand the Steps of one cycle to the readers, as Deltas."""
         news: dict[Answer, list[Delta]] = defaultdict(list)
         grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
@@ -299,8 +293,6 @@ class Engine:
             self._accepted -= 1
 
     def _tell(self, news: Mapping[Answer, list[Delta]]) -> None:
-        """Let the event loop hand Deltas to their readers."""
-
         def put() -> None:
             for answer, deltas in news.items():
                 answer.put(deltas)

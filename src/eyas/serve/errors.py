@@ -153,8 +153,6 @@ def _in_our_words(message: str) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Let the app answer every exception in this form."""
-
     @app.exception_handler(ApiError)
     @app.exception_handler(EyasError)
     async def refused(request: Request, error: ApiError | EyasError) -> Response:
@@ -175,7 +173,6 @@ def install(app: FastAPI) -> None:
 
 
 def _fields(request: Request) -> Collection[str]:
-    """Return the fields that the request's body gives, if one was read (`eyas.serve.bodies`)."""
     return getattr(request.state, "fields", ())
 
 

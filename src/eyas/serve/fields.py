@@ -99,7 +99,6 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that change nothing because the server does not know them."""
         return sorted(
             name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and self.neutral(name) is None
         )
@@ -189,7 +188,6 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         return bool(self.cycles)
 
     def job_fields(self) -> dict[str, Any]:
-        """Return the fields of a Job that are not keywords of `LLM.request`."""
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
         return {
             "method": self.speculation if names_method else None,

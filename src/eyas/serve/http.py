@@ -70,7 +70,6 @@ class JsonLines(logging.Formatter):
     """A log of one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as JSON: its fields, or its message."""
         entry = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name}
         fields = getattr(record, "fields", None)
         entry.update(fields if fields is not None else {"message": record.getMessage()})

@@ -149,7 +149,6 @@ class DraftBody(Body):
 
 
 async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
-    """Return the token ids of a text, or of a conversation as /v1/chat/completions reads it."""
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either a prompt or messages", param="prompt")
@@ -165,7 +164,6 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Re
 
 
 async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
-    """Return the text of token ids, special tokens included."""
     service.model_name(body.model)
     return JSONResponse({"prompt": await service.in_worker(service.decode, body.tokens)})
 
@@ -179,7 +177,6 @@ def _tokens(service: Service, body: TokenizeBody) -> list[int]:
 
 
 async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Response:
-    """Add texts, or token ids, to the memory of the request's owner."""
     service.model_name(body.model)
     if service.pools is None:
         raise ApiError(400, "this server remembers no texts: start it with --recall MIB")
@@ -207,7 +204,6 @@ GIVEN = "given"  # the name of the head that the server began with
 
 
 async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
-    """Load a head, and let it draft between two cycles."""
     _check_admin(service, request)
     if service.heads is None:
         raise ApiError(400, "the head of this server cannot be replaced")

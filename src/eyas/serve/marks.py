@@ -76,8 +76,6 @@ class Marks(dict[str, Any]):
 
 
 class Region(NamedTuple):
-    """A part of an answer."""
-
     kind: str  # "content", "reasoning", "call", "head" (of a channel), or "" for a mark that is left out
     closing: Marks = Marks()
     endless: bool = False  # no mark closes it, and `closing` opens the next call
@@ -176,7 +174,6 @@ def _literals(field: Mapping[str, Any], side: str, place: int) -> tuple[str, ...
 
 
 def _template_of_type(llm: LLM) -> Mapping[str, Any]:
-    """Return the response template that transformers has for the model's type."""
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:  # an older transformers, or one without what its own server needs

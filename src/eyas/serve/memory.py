@@ -28,7 +28,6 @@ class Memory:
         self._bytes = 0
 
     def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:
-        """Remember the conversation that ends with this response."""
         size = len(json.dumps(items))
         if size > self.max_bytes or not self.max_responses:
             return
@@ -38,7 +37,6 @@ class Memory:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:
-        """Return the items up to a response of this owner, if they are remembered."""
         found = self._kept.get((owner, response))
         if found is None:
             return None
@@ -46,6 +44,5 @@ class Memory:
         return found.items
 
     def item(self, owner: str, name: str) -> Item | None:
-        """Return the item with this id in a conversation of this owner, if it is remembered."""
         own = (kept.items for (who, _), kept in reversed(self._kept.items()) if who == owner)
         return next((item for items in own for item in reversed(items) if item.get("id") == name), None)

@@ -98,7 +98,7 @@ class CountBody(Body):
     context_management: Context | None = None  # accepted if it keeps all
 
     def check(self) -> None:
-        """See `Body.check`: here the chat does it."""
+        """Refuse fields of Anthropic's servers; the chat checks the others."""
         edits = (self.context_management.edits if self.context_management else None) or ()
         kept = all(edit.get("keep") == "all" for edit in edits)
         for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
@@ -296,7 +296,7 @@ class Writer(BlockWriter):
         yield _event("message_stop")
 
     def arguments(self, text: str) -> str:
-        """See `BlockWriter.arguments`: here an object, which may be text within JSON; {} for what is not an object."""
+        """Return an object of JSON, which may be text within JSON; {} for what is not an object."""
         value = read_arguments(text)
         try:
             return json.dumps(value if isinstance(value, dict) else {}, ensure_ascii=False, allow_nan=False)

@@ -57,7 +57,6 @@ class Methods:
         return kind.model_free or method == PLAIN or self._head(method) is not None
 
     def _head(self, method: str) -> str | None:
-        """Return the head that the method reads, if the server has one."""
         kind = drafters.find(method)
         if not kind.head_format:
             return None

@@ -100,7 +100,6 @@ class Metrics:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
-        """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
         self._gauge("vllm:num_requests_running", "Sequences in flight.", lambda: load()[0])
         self._gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", lambda: load()[1])
         self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
@@ -113,7 +112,6 @@ class Metrics:
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def admitted(self, times: SequenceTimes) -> None:
-        """Note that a sequence has left the queue."""
         times.admitted = time.monotonic()
         self.queue_seconds.observe(times.admitted - times.arrived)
         self.prompt_tokens.inc(times.prompt_tokens)
@@ -206,7 +204,6 @@ class RecentTokens:
             self._forget(now)
 
     def summary(self) -> dict[str, Any]:
-        """Return throughput, tau, acceptance by depth and what was drafted in these seconds."""
         now = time.monotonic()
         with self._lock:
             self._forget(now)

@@ -36,7 +36,6 @@ class Middle:
     stop_token_ids: frozenset[int]
 
     def end(self, keywords: dict[str, Any]) -> None:
-        """Add what ends the middle to the keywords of a Job."""
         given = keywords.get("stop") or ()
         if stops := [*([given] if isinstance(given, str) else given), *self.stop]:
             keywords["stop"] = stops

@@ -30,7 +30,6 @@ RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 
 
 def message_of(reader: Reader, index: int, totals: Totals) -> dict[str, Any]:
-    """Return OpenAI's message of a whole sequence."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for part in reader.read(totals.as_delta(index)):
         for name, value in part.items():
@@ -170,7 +169,6 @@ class Reader:
         return self._grammar.first if self._first else self._grammar.later
 
     def _open(self, mark: str, place: int) -> list[Part]:
-        """Begin the region of a mark."""
         region: Region = self._marks[mark]
         blanks, _ = self._take(place), self._take(len(mark))
         if region.kind:

@@ -67,8 +67,6 @@ class Delta:
 
 @dataclass(frozen=True)
 class CycleFigures:
-    """One cycle of one sequence as numbers."""
-
     emitted: int  # tokens, the bonus token included
     accepted: int  # drafted tokens on the accepted path, before cutting
     drafted: int  # candidate nodes that were verified
@@ -125,7 +123,6 @@ class Totals:
         self.stop_reason = delta.stop_reason or self.stop_reason
 
     def as_delta(self, index: int = 0) -> Delta:
-        """Return a whole sequence as one Delta."""
         ids, values, of_prompt = tuple(self.token_ids), tuple(self.logprobs), tuple(self.prompt_logprobs)
         ends = self.finish, self.stop_reason
         return Delta(index, self.text, ids, *ends, prefill=True, logprobs=values, prompt_logprobs=of_prompt)

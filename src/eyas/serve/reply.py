@@ -138,8 +138,7 @@ class Choices(Dialect):
         self.totals = [Totals() for _ in range(len(self.job.prompts) * self.job.n)]
 
     @abstractmethod
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        """Return a choice of the whole response."""
+    def choice(self, index: int, totals: Totals) -> dict[str, Any]: ...
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
@@ -269,7 +268,6 @@ class BlockWriter(Dialect):
 
     @property
     def called(self) -> bool:
-        """Whether the answer ends because the model called a function."""
         return self.reader.called and self.totals.finish == "stop"
 
     def add(self, delta: Delta) -> Iterator[bytes]:
@@ -328,7 +326,6 @@ def json_response(data: Any, headers: Mapping[str, str]) -> Response:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Return one event as it is sent."""
     head = f"event: {name}\n" if name else ""
     return head.encode() + b"data: " + written(data) + b"\n\n"
 

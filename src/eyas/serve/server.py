@@ -84,7 +84,6 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]

@@ -57,7 +57,6 @@ class Service:
         self.engine.start()
 
     def stop(self) -> None:
-        """Give up everything and end the threads."""
         self.engine.stop()
         self._worker.shutdown()
         if self.pools is not None:
@@ -81,7 +80,6 @@ class Service:
         return name
 
     def adapter_keywords(self, name: str) -> dict[str, str]:
-        """Return the keyword of `LLM.request` for a name of `models`."""
         return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:

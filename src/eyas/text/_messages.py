@@ -182,5 +182,4 @@ def check_unicode(text: str, name: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """Return what a wrong value is, for a message."""
     return "None" if value is None else f"of type {type(value).__name__}"

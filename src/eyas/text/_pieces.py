@@ -52,7 +52,7 @@ class Detokeniser:
         return self._engine.feed(token_id)
 
     def tail(self) -> str:
-        """Return the text that is held back, as it reads if no token follows. Changes nothing."""
+        """Return the text that is held back, as it reads if no token follows."""
         return "" if self._ended else self._engine.tail()
 
     def flush(self) -> str:
@@ -63,7 +63,6 @@ class Detokeniser:
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> _Bytes | _Pieces | _Window:
-    """Return the class for this tokenizer's decoder."""
     steps = _decoder_steps(tokenizer)
     if steps is None:
         return _Window(tokenizer)
@@ -226,7 +225,6 @@ class _Pieces:
         return self._between(piece).encode("utf-8")
 
     def _between(self, piece: str) -> str:
-        """Return the text of a piece between two anchors."""
         text = self._decode([self._ANCHOR, piece, self._ANCHOR])
         return text[self._begin : len(text) - self._end]
 
@@ -244,7 +242,6 @@ class _Pieces:
 
 
 def _common(a: str, b: str) -> int:
-    """Return the number of characters that two texts begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

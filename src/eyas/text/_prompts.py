@@ -234,5 +234,4 @@ def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: 
 
 
 def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the chat template writes the tools that the model may call into the prompt."""
     return write_chat(tokenizer, QUESTION, tools=tools) != write_chat(tokenizer, QUESTION)

@@ -34,12 +34,10 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Return the last part of its path."""
         path = next(part for part in self.url.split("::") if "://" in part)
         return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
 
     def __truediv__(self, name: str) -> RemoteFile:
-        """Return a file in this folder."""
         return RemoteFile(f"{self.url.rstrip('/')}/{name}")
 
     def read_bytes(self) -> bytes:
@@ -52,7 +50,6 @@ File = Path | RemoteFile
 
 
 def as_file(path: str | Path | RemoteFile) -> File:
-    """Return the file that a path or a URL names."""
     if isinstance(path, str):
         return RemoteFile(path) if "://" in path else Path(path)
     return path

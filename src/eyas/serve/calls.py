@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from eyas.serve.errors import JsonObject
+
 Function = dict[str, str]  # "name", and "arguments" as JSON
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
 BETWEEN = re.compile(r"[\s;,`]*")  # after a JSON value
@@ -115,14 +117,14 @@ def _named_arguments(text: str, bare: bool) -> Any:
     return first
 
 
-def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[dict[str, Any]]:
+def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[JsonObject]:
     """Return the calls of a text whose arguments stand between tags."""
-    calls, place = list[dict[str, Any]](), 0
+    calls, place = list[JsonObject](), 0
     while place < len(text):
         head = TAGGED.match(text, place)
         if head is None:
             raise ValueError("no name")
-        name, place, arguments = head[1] or head[2] or head[3], head.end(), dict[str, Any]()
+        name, place, arguments = head[1] or head[2] or head[3], head.end(), JsonObject()
         while key := KEY.match(text, place):
             value, place = _tagged_value(text, key, last)
             named = key[2] or key[3] or key[4]

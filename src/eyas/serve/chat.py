@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 from eyas.serve.fields import MOST_LOGPROBS, Body, GenerationBody
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
@@ -55,12 +55,12 @@ class Prediction(BaseModel):
 class TemplateFields(Body):
     """Keywords for the chat template, besides the messages."""
 
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     reasoning_effort: str | None = None
 
     _places: tuple[str, ...] = PrivateAttr(())
@@ -79,8 +79,8 @@ class TemplateFields(Body):
 
         return InputError(re.sub(r"\bmessage (\d+)", name, str(error)))
 
-    def template(self) -> dict[str, Any]:
-        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+    def template(self) -> JsonObject:
+        effort: JsonObject = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort = {"enable_thinking": False}
         return {
@@ -93,7 +93,7 @@ class TemplateFields(Body):
 class ChatBody(TemplateFields, GenerationBody):
     """A conversation."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[JsonObject], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -202,13 +202,13 @@ class ChatCompletion(Choices):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[JsonObject]:
         return [_chunk_choice(i, {"role": "assistant", "content": ""}) for i in range(self.job.n)]
 
     def reasoning_tokens(self) -> int:
         return sum(reader.reasoning_tokens for reader in self._readers.values())
 
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+    def choice(self, index: int, totals: Totals) -> JsonObject:
         reader = self._readers[index] = self.new_reader()
         return {
             "index": index,
@@ -219,7 +219,7 @@ class ChatCompletion(Choices):
             **({"token_ids": list(totals.token_ids)} if self.body.return_token_ids else {}),
         }
 
-    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         if delta.index not in self._readers:
             self._readers[delta.index] = self.new_reader()
         reader = self._readers[delta.index]
@@ -239,11 +239,11 @@ class ChatCompletion(Choices):
                 choice["token_ids"] = [] if number else ids
         return choices
 
-    def extra(self, totals: list[Totals]) -> dict[str, Any]:
+    def extra(self, totals: list[Totals]) -> JsonObject:
         first = totals[0].prompt_logprobs
         return {"prompt_logprobs": self.texts.prompt(first)} if first else {}
 
-    def _logprobs(self, values: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, values: Sequence[TokenLogprobs]) -> JsonObject | None:
         count: int | None = self.job.keywords.get("logprobs")
         return None if count is None or not values else self.texts.chat(values, count)
 
@@ -252,5 +252,5 @@ def _finish(reader: Reader, reason: str | None) -> str | None:
     return "tool_calls" if reader.called and reason == "stop" else reason
 
 
-def _chunk_choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+def _chunk_choice(index: int, delta: JsonObject, finish: str | None = None) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}

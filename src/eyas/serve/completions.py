@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from eyas.core.logprobs import TokenLogprobs
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 from eyas.serve.fields import MOST_LOGPROBS, WITHOUT_EFFECT, GenerationBody
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TextOffsets, TokenTexts
@@ -153,10 +153,10 @@ class Completion(Choices):
     prefix = "cmpl"
     object = chunk_object = "text_completion"
 
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+    def choice(self, index: int, totals: Totals) -> JsonObject:
         return self.chunk_choices(totals.as_delta(index))[0]
 
-    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         begins = delta.prefill and bool(self.echoes)
         wants_tokens = self.logprobs or self.token_ids
         if not (delta.text or delta.finish or begins or delta.cycle or (wants_tokens and delta.token_ids)):
@@ -175,7 +175,7 @@ class Completion(Choices):
             choice["prompt_logprobs"] = self.texts.prompt(delta.prompt_logprobs)
         return [choice]
 
-    def _logprobs(self, delta: Delta, begins: bool) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, begins: bool) -> JsonObject:
         tokens = () if self.hides_answer else delta.token_ids
         values: tuple[TokenLogprobs | None, ...] = () if self.hides_answer else delta.logprobs
         echo = self.echoes[delta.index // self.job.n] if self.echoes else ""
@@ -205,7 +205,7 @@ async def infill(service: Service, request: Request, body: InfillBody) -> Respon
 
 
 class Infill(Completion):
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def envelope(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         choice = choices[0] if choices else {"text": "", "finish_reason": None, "stop_reason": None}
         stop, reason = choice["finish_reason"], choice["stop_reason"]
         word = reason if isinstance(reason, str) else ""

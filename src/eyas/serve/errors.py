@@ -26,6 +26,8 @@ from starlette.types import Scope
 
 from eyas.errors import EyasError, FitError, InputError, OptionError
 
+JsonObject = dict[str, Any]
+
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -85,7 +87,7 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self, anthropic: bool = False) -> dict[str, Any]:
+    def body(self, anthropic: bool = False) -> JsonObject:
         """Return the error as a JSON object, in OpenAI's form or, with `anthropic`, in Anthropic's."""
         types, fault = (ANTHROPIC_TYPES, "api_error") if anthropic else (TYPES, "server_error")
         kind = types.get(self.status, fault if self.status >= 500 else "invalid_request_error")

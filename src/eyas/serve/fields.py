@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 
 MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
@@ -137,12 +137,12 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
-    structured_outputs: dict[str, Any] | None = None  # vLLM's names for these
-    guided_json: dict[str, Any] | str | None = None
+    structured_outputs: JsonObject | None = None  # vLLM's names for these
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -187,7 +187,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             raise OptionError("cycles are described in a stream only: add stream=true")
         return bool(self.cycles)
 
-    def job_fields(self) -> dict[str, Any]:
+    def job_fields(self) -> JsonObject:
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
         return {
             "method": self.speculation if names_method else None,
@@ -196,10 +196,10 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             "private": getattr(self, "store", (self.model_extra or {}).get("store")) is False,  # OpenAI's `store`
         }
 
-    def keywords(self, **more: Any) -> dict[str, Any]:
+    def keywords(self, **more: Any) -> JsonObject:
         """Return the keywords of `LLM.generate` that are given, and the entries of `more` that are not None."""
         fields = {name: getattr(self, name) for name in KEYWORDS} | more
-        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        given: JsonObject = {name: value for name, value in fields.items() if value is not None}
         for name, value in structure_keywords({field: getattr(self, field) for field in STRUCTURE_FIELDS}).items():
             if name in given:
                 raise OptionError(f"{name} is there twice: once under a name of vLLM")
@@ -227,7 +227,7 @@ NAMES = ("json", "regex", "choice", "grammar", "json_object")
 CHANGE_NOTHING = (None, False)  # values with which further names are left out
 
 
-def structure_keywords(fields: Mapping[str, Any]) -> dict[str, Any]:
+def structure_keywords(fields: Mapping[str, Any]) -> JsonObject:
     """Return the keywords that `structured_outputs` and the older guided names of a body mean."""
     given = {ours: fields[name] for name, ours in GUIDED.items() if fields.get(name) is not None}
     outputs = fields.get("structured_outputs")

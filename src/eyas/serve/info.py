@@ -18,7 +18,7 @@ from eyas import __version__
 from eyas.errors import CheckpointError
 from eyas.serve.auth import given_key, owner_of
 from eyas.serve.chat import TemplateFields, prompt_of
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 from eyas.serve.fields import Body
 from eyas.serve.records import check_ids
 from eyas.serve.service import Service
@@ -45,11 +45,11 @@ def router(service: Service) -> APIRouter:
         return add
 
     @get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JsonObject:
         return {"object": "list", "data": [listed[name] for name in service.models]}
 
     @get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> JsonObject:
         return listed[service.model_name(name)]
 
     @get("/health")
@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=PROMETHEUS)
 
     @get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> JsonObject:
         running, waiting = service.engine.load
         return {
             "model": service.settings.name,
@@ -88,7 +88,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
+def _listed_models(service: Service) -> dict[str, JsonObject]:
     """Return OpenAI's object of each model, by name: the target with each adapter, and the target itself."""
     name = service.settings.name
     common = {
@@ -102,7 +102,7 @@ def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
     return {model: {"id": model, **fields} for model, fields in models.items()}
 
 
-def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def _describe(tokenizer: PreTrainedTokenizerBase | None) -> JsonObject:
     if tokenizer is None:
         raise ApiError(404, "this server has no tokenizer")
     special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
@@ -122,7 +122,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

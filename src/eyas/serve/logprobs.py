@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import ModelError
+from eyas.serve.errors import JsonObject
 from eyas.text import Detokeniser, token_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class TokenTexts:
 
     def completion(
         self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the `logprobs` of a completion. `values` has None for the first token of a prompt."""
         return {
             "tokens": [self.text_of(token) for token in tokens],
@@ -86,7 +87,7 @@ class TokenTexts:
 
     # --- chats ---
 
-    def chat(self, values: Iterable[TokenLogprobs], count: int) -> dict[str, Any]:
+    def chat(self, values: Iterable[TokenLogprobs], count: int) -> JsonObject:
         """Return the `logprobs` of a chat's choice, each token with the `count` most probable ones."""
         return {
             "content": [
@@ -99,21 +100,21 @@ class TokenTexts:
             "refusal": None,
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.bytes_of(token))}
 
     # --- prompts ---
 
-    def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[JsonObject | None]:
         """Return vLLM's `prompt_logprobs`: for each token the most probable ones and itself, by id."""
         return [None if value is None else self._ranked(value) for value in values]
 
-    def _ranked(self, value: TokenLogprobs) -> dict[str, Any]:
+    def _ranked(self, value: TokenLogprobs) -> JsonObject:
         ranked = {str(token): self._rank(token, logprob, i) for i, (token, logprob) in enumerate(value.top, start=1)}
         ranked.setdefault(str(value.token), self._rank(value.token, value.logprob, None))
         return ranked
 
-    def _rank(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _rank(self, token: int, logprob: float, rank: int | None) -> JsonObject:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(token)}
 
 

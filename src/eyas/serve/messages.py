@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.errors import InputError
 from eyas.serve.chat import Chat, ChatBody, prepare, prompt_of
-from eyas.serve.errors import ApiError, invalid_body
+from eyas.serve.errors import ApiError, JsonObject, invalid_body
 from eyas.serve.fields import Body
 from eyas.serve.http import request_id
 from eyas.serve.reply import Block, BlockWriter, event, reply
@@ -77,7 +77,7 @@ class Thinking(Options):
 class Context(Options):
     """What is left out of a long conversation: nothing is, here."""
 
-    edits: list[dict[str, Any]] | None = None
+    edits: list[JsonObject] | None = None
 
 
 class CountBody(Body):
@@ -85,10 +85,10 @@ class CountBody(Body):
     `speculation`, `min_p`, ..."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Annotated[list[JsonObject], Field(min_length=1)]
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     thinking: Thinking | None = None
     output_config: Output | None = None
     output_format: Form | None = None
@@ -136,7 +136,7 @@ class CountBody(Body):
             raise ApiError(400, "messages hold no token ids: leave return_token_ids out", param="return_token_ids")
         return chat.placed([place for _, place in made])
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> JsonObject:
         return {}
 
 
@@ -150,7 +150,7 @@ class MessagesBody(CountBody):
     top_k: int | None = None
     top_p: float | None = None
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> JsonObject:
         names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
 
@@ -171,17 +171,17 @@ async def count_tokens(service: Service, request: Request, body: CountBody) -> R
 # --- from Anthropic's form to a chat's -------------------------------------------------------------
 
 
-Placed = tuple[dict[str, Any], str]  # a message of a chat, and what it is of the request
+Placed = tuple[JsonObject, str]  # a message of a chat, and what it is of the request
 
 
-def _system(system: str | list[dict[str, Any]] | None) -> list[Placed]:
+def _system(system: str | list[JsonObject] | None) -> list[Placed]:
     if not system:
         return []
     content = system if isinstance(system, str) else [_part(block, "the system text") for block in system]
     return [({"role": "system", "content": content}, "the system text")]
 
 
-def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
+def _messages(messages: list[JsonObject]) -> Iterator[Placed]:
     """Yield the messages of a chat: a result of a tool is one of its own."""
     for number, message in enumerate(messages, start=1):
         role, content, place = message.get("role"), message.get("content"), f"message {number}"
@@ -199,17 +199,17 @@ def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
             yield {"role": role, "content": parts}, place
 
 
-def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
+def _result(block: JsonObject, place: str) -> JsonObject:
     result = block.get("content") or ""
     text = [_part(part, place) for part in result] if isinstance(result, list) else result
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
 
 
-def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
+def _turn(blocks: list[JsonObject], place: str) -> JsonObject:
     """Return a turn of the assistant's as a chat's message: its thinking, its text and its calls."""
     of = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("thinking", "tool_use")}
     others = [block for block in blocks if block.get("type") not in (*of, "redacted_thinking")]
-    turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
+    turn: JsonObject = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
     if thinking := "\n".join(str(block.get("thinking") or "") for block in of["thinking"]):
         turn["reasoning_content"] = thinking
     if of["tool_use"]:
@@ -220,7 +220,7 @@ def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
     return turn
 
 
-def _part(given: Any, place: str) -> dict[str, Any]:
+def _part(given: Any, place: str) -> JsonObject:
     block = given if isinstance(given, dict) else {}
     source = block.get("source")
     if block.get("type") == "text":
@@ -231,7 +231,7 @@ def _part(given: Any, place: str) -> dict[str, Any]:
     raise InputError(f"{place} has a block of type {block.get('type')!r}: {READ}")
 
 
-def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _tool(tool: JsonObject, number: int) -> JsonObject:
     if tool.get("type", "custom") not in ("custom", None):
         raise ApiError(
             400, f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", param="tools"
@@ -244,13 +244,13 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _form(form: Form | None) -> dict[str, Any] | None:
+def _form(form: Form | None) -> JsonObject | None:
     if form is None:
         return None
     return {"type": form.type, "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
+def _thinking(thinking: Thinking | None) -> JsonObject | None:
     """Return the template's variable of models that can think and need not; others do not know it."""
     kind = thinking and thinking.type
     return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else None
@@ -264,7 +264,7 @@ class Writer(BlockWriter):
         super().__init__(chat.job, chat.model, chat.new_reader())
         self.identity = identity
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         return {
             **self._head(),
             "content": [_block(one) for one in self.blocks],
@@ -306,10 +306,10 @@ class Writer(BlockWriter):
     def failed(self, error: ApiError) -> bytes:
         return event(error.body(anthropic=True), name="error")
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> JsonObject:
         return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.model}
 
-    def _end_of(self) -> dict[str, Any]:
+    def _end_of(self) -> JsonObject:
         """Return why the message ends; a stop string of the request's is named."""
         stop = self.totals.stop_reason
         if self.called:
@@ -335,7 +335,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, name=kind)
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: Block) -> JsonObject:
     """Return a block of content as far as it has come. The input of a call that begins is empty."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": json.loads(block.text or "{}")}

@@ -16,11 +16,12 @@ from copy import copy
 from typing import Any
 
 from eyas.serve.calls import Function, UnfinishedError, functions_of, read_calls
+from eyas.serve.errors import JsonObject
 from eyas.serve.marks import CHANNEL, MESSAGE, START, Grammar, Marks, Region, spelled
 from eyas.serve.records import Delta, Totals
 from eyas.text import Detokeniser
 
-Part = dict[str, Any]  # the beginning of OpenAI's `delta`
+Part = JsonObject  # the beginning of OpenAI's `delta`
 SPECIAL = re.compile("\ud800[^\udfff]*\udfff")
 HALVES = re.compile("[\ud800\udfff]")
 CONTENT = Region("content")
@@ -29,8 +30,8 @@ CLOSES = re.compile(r'"|<escape>|</[｜\w]*(?:parameter|arg_value|function|invok
 RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 
 
-def message_of(reader: Reader, index: int, totals: Totals) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+def message_of(reader: Reader, index: int, totals: Totals) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
     for part in reader.read(totals.as_delta(index)):
         for name, value in part.items():
             if name == "tool_calls":

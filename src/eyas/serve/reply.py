@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from eyas.serve.answers import Answer, Silence
 from eyas.serve.auth import owner_of
-from eyas.serve.errors import ApiError, error_of
+from eyas.serve.errors import ApiError, JsonObject, error_of
 from eyas.serve.fields import GenerationBody, StreamOptions
 from eyas.serve.reading import Reader
 from eyas.serve.records import CycleSums, Delta, Job, Totals
@@ -58,7 +58,7 @@ class Dialect(ABC):
         """Return the event of an error in the middle of a stream."""
 
     @abstractmethod
-    def response(self, totals: list[Totals]) -> dict[str, Any]:
+    def response(self, totals: list[Totals]) -> JsonObject:
         """Return the whole response to a request without a stream."""
 
 
@@ -98,7 +98,7 @@ async def events_of(dialect: Dialect, answer: Answer, keep_alive: float) -> Asyn
         yield event
 
 
-def usage_of(job: Job, totals: list[Totals], reasoning_tokens: int) -> dict[str, Any]:
+def usage_of(job: Job, totals: list[Totals], reasoning_tokens: int) -> JsonObject:
     """Return token counts, as OpenAI reports them. A prompt counts once, however many samples it has."""
     prompt, completion = sum(map(len, job.prompts)), sum(len(t.token_ids) for t in totals)
     prediction = job.keywords.get("prediction") or ()
@@ -138,29 +138,29 @@ class Choices(Dialect):
         self.totals = [Totals() for _ in range(len(self.job.prompts) * self.job.n)]
 
     @abstractmethod
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]: ...
+    def choice(self, index: int, totals: Totals) -> JsonObject: ...
 
     @abstractmethod
-    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         """Return the choices that a Delta adds, each for a chunk of its own; none while there is nothing to be seen."""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[JsonObject]:
         """Return the choices of chunks that come before anything is generated."""
         return []
 
     def reasoning_tokens(self) -> int:
         return 0
 
-    def extra(self, totals: list[Totals]) -> dict[str, Any]:
+    def extra(self, totals: list[Totals]) -> JsonObject:
         """Return further fields of the whole response."""
         return {}
 
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def envelope(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         """Return the fields that a response and a chunk have in common."""
         head = {"id": f"{self.prefix}-{self.identity}", "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices}
 
-    def response(self, totals: list[Totals]) -> dict[str, Any]:
+    def response(self, totals: list[Totals]) -> JsonObject:
         response = self.envelope(self.object, [self.choice(i, t) for i, t in enumerate(totals)])
         timings = {"timings": _timings(self.job, totals)} if self.body.timings_per_token else {}
         return {**response, **self.extra(totals), **self._figures(totals), **timings}
@@ -184,7 +184,7 @@ class Choices(Dialect):
     def _options(self) -> StreamOptions:
         return self.body.stream_options or StreamOptions()
 
-    def _chunk(self, choice: dict[str, Any], cycle: Mapping[str, Any] | None = None) -> bytes:
+    def _chunk(self, choice: JsonObject, cycle: Mapping[str, Any] | None = None) -> bytes:
         made = self.envelope(self.chunk_object, [choice])
         if self._options.continuous_usage_stats:
             made["usage"] = usage_of(self.job, self.totals, self.reasoning_tokens())
@@ -196,14 +196,14 @@ class Choices(Dialect):
             made["eyas"] = {"cycle": cycle}
         return event(made)
 
-    def _figures(self, totals: list[Totals]) -> dict[str, Any]:
+    def _figures(self, totals: list[Totals]) -> JsonObject:
         """Return usage, and acceptance where there is a single sequence."""
         drafts = totals[0].speculation() if len(totals) == 1 else None
         usage = usage_of(self.job, totals, self.reasoning_tokens())
         return {"usage": usage, "metrics": {"speculative_decoding": drafts}}
 
 
-def _timings(job: Job, totals: list[Totals]) -> dict[str, Any]:
+def _timings(job: Job, totals: list[Totals]) -> JsonObject:
     """Return counts and times under llama.cpp's names, without the prompt's own pass."""
     sums = CycleSums.from_cycles([cycle for each in totals for cycle in each.cycles])
     cached = sum(each.cached_tokens for each in totals[:: job.n])
@@ -259,7 +259,7 @@ class BlockWriter(Dialect):
         """Return the events of a block that is whole."""
 
     @abstractmethod
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """Return the whole answer, once it has ended."""
 
     def arguments(self, text: str) -> str:
@@ -274,7 +274,7 @@ class BlockWriter(Dialect):
         self.totals.add(delta)
         yield from self._read(delta)
 
-    def response(self, totals: list[Totals]) -> dict[str, Any]:
+    def response(self, totals: list[Totals]) -> JsonObject:
         (self.totals,) = totals
         list(self._read(self.totals.as_delta()))
         return self.message()

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eyas.errors import InputError
 from eyas.serve.auth import owner_of
 from eyas.serve.chat import Chat, ChatBody, prepare
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 from eyas.serve.fields import GenerationBody
 from eyas.serve.memory import Memory
 from eyas.serve.reply import Block, BlockWriter, event, reply, usage_of
@@ -52,7 +52,7 @@ class TextOptions(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -68,17 +68,17 @@ class Reasoning(BaseModel):
 class ResponsesBody(GenerationBody):
     """A text or a conversation, with instructions before it."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[JsonObject]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     max_tool_calls: int | None = None  # limits the server's own tools: there are none
     # the fields below are accepted only with values that change nothing
     conversation: None = None
@@ -94,10 +94,10 @@ class ResponsesBody(GenerationBody):
         if others := [name for name in self.include or () if name not in NOTHING_TO_INCLUDE]:
             raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
 
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[JsonObject]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    def chat(self, items: Sequence[dict[str, Any]]) -> ChatBody:
+    def chat(self, items: Sequence[JsonObject]) -> ChatBody:
         """Return the same request as a chat, with these items as its conversation, which ends with `items()`."""
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages, places = messages_of(items, len(items) - len(self.items()))
@@ -115,7 +115,7 @@ class ResponsesBody(GenerationBody):
         }
         return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
 
-    def response_form(self) -> dict[str, Any] | None:
+    def response_form(self) -> JsonObject | None:
         """Return `text.format` as the `response_format` of a chat."""
         form = self.text.format if self.text else None
         if form is None or form.get("type") != "json_schema":
@@ -123,10 +123,10 @@ class ResponsesBody(GenerationBody):
         return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
 
 
-def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
+def messages_of(items: Sequence[JsonObject], before: int = 0) -> tuple[list[JsonObject], list[str]]:
     """Return items as messages, and the place of each in the input. Reasoning, a text and calls in a row are one
     turn. `before`: how many of the first items belong to earlier responses."""
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     places: list[str] = []
     for number, item in enumerate(items, start=1 - before):
         place = f"input item {number}" if number > 0 else "an earlier response"
@@ -140,13 +140,13 @@ def messages_of(items: Sequence[dict[str, Any]], before: int = 0) -> tuple[list[
     return messages, places
 
 
-def _joined(turn: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+def _joined(turn: JsonObject, message: JsonObject) -> JsonObject:
     calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
     new = {key: value for key, value in message.items() if value}
     return {**turn, **new, **({"tool_calls": calls} if calls else {})}
 
 
-def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
+def _goes_on(last: JsonObject, message: JsonObject) -> bool:
     """Return whether a message belongs to the assistant's turn that the last one began."""
     if not last["role"] == message["role"] == "assistant":
         return False
@@ -155,7 +155,7 @@ def _goes_on(last: dict[str, Any], message: dict[str, Any]) -> bool:
     return not last.get("content") and "tool_calls" not in last and "reasoning_content" not in message
 
 
-def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
+def _message(item: JsonObject, place: str) -> JsonObject:
     """Return an item as a message; {} for empty reasoning. Further keys are from earlier responses."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -186,7 +186,7 @@ def _chat_part(part: Any) -> Any:
     return {"type": "image_url", "image_url": part.get("image_url")} if kind == "input_image" else part
 
 
-def _nest(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _nest(tool: JsonObject, number: int) -> JsonObject:
     if tool.get("type") != "function":
         raise ApiError(
             400,
@@ -203,17 +203,17 @@ async def respond(service: Service, request: Request, body: ResponsesBody) -> Re
     items = _conversation(memory, owner, body)
     made = await prepare(service, body.chat(items))
 
-    def keep(identity: str, output: list[dict[str, Any]]) -> None:
+    def keep(identity: str, output: list[JsonObject]) -> None:
         if body.store is not False:
             memory.keep(owner, identity, [*items, *output])
 
     return await reply(service, request, Writer(made, body, keep), bool(body.stream), body.response_headers)
 
 
-def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[str, Any]]:
+def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[JsonObject]:
     """Return the items of the request after an earlier response's, and with the items that it names."""
     hint = f"this server remembers the last {memory.max_responses} responses: send the whole conversation, with store set to false"
-    before: Sequence[dict[str, Any]] = ()
+    before: Sequence[JsonObject] = ()
     if body.previous_response_id is not None:
         known = memory.conversation(owner, body.previous_response_id)
         if known is None:
@@ -233,7 +233,7 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[dict[
 
 
 class Writer(BlockWriter):
-    def __init__(self, chat: Chat, body: ResponsesBody, keep: Callable[[str, list[dict[str, Any]]], None]) -> None:
+    def __init__(self, chat: Chat, body: ResponsesBody, keep: Callable[[str, list[JsonObject]], None]) -> None:
         super().__init__(chat.job, chat.model, chat.new_reader())
         self.body = body
         self.keep = keep
@@ -241,7 +241,7 @@ class Writer(BlockWriter):
         self.created = int(time.time())
         self._number = -1  # number of the last event
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         cut = self.totals.finish == "length"
         status = "incomplete" if cut else "completed"
         output = [self._item(block, status) for block in self.blocks]
@@ -254,7 +254,7 @@ class Writer(BlockWriter):
             "metrics": {"speculative_decoding": self.totals.speculation()},
         }
 
-    def _head(self, status: str) -> dict[str, Any]:
+    def _head(self, status: str) -> JsonObject:
         """Return the response object without what is generated."""
         body, keywords = self.body, self.job.keywords
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
@@ -317,14 +317,14 @@ class Writer(BlockWriter):
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, name=kind)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: Block) -> JsonObject:
         place = {"item_id": self._name(block), "output_index": block.number}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _name(self, block: Block) -> str:
         return f"{PREFIXES[block.kind]}_{self.identity}_{block.number}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, status: str) -> JsonObject:
         head = {"id": self._name(block), "status": status}
         if block.kind == "call":
             return {
@@ -334,7 +334,7 @@ class Writer(BlockWriter):
             return {"type": "reasoning", **head, "summary": [], "content": [_part(block)]}
         return {"type": "message", **head, "role": "assistant", "content": [_part(block)]}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         usage = usage_of(self.job, [self.totals], self.reader.reasoning_tokens)
         return {
             "input_tokens": usage["prompt_tokens"],

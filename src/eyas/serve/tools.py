@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.core.sockets import STRUCTURE
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, JsonObject
 from eyas.text import has_place_for_tools
 
 ANY_CALL = ("auto", "none", "required")
@@ -28,7 +28,7 @@ class Tools:
     forced: tuple[str, ...] = ()  # functions one of which must be called
     parallel: bool = True  # whether several calls may be made
 
-    def constrain(self, keywords: dict[str, Any]) -> None:
+    def constrain(self, keywords: JsonObject) -> None:
         """Hold the answer to a forced call, in the keywords of a Job. Refuse other structure, which forbids calls."""
         form = {"response_format": keywords.get("response_format")}
         if self.forced:
@@ -129,7 +129,7 @@ def _check(tool: Any, number: int) -> Mapping[str, Any]:
     return tool  # type: ignore[no-any-return]
 
 
-def written_tools(tokenizer: Any, tools: Tools) -> dict[str, Any]:
+def written_tools(tokenizer: Any, tools: Tools) -> JsonObject:
     """Return the tools as a keyword of `text.render`; raise ApiError where the chat template has no place for them."""
     if not tools.listed:
         return {}

@@ -12,6 +12,8 @@ from typing import Any
 from eyas.errors import InputError, near
 from eyas.files import parse_json
 
+Message = Mapping[str, Any]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
 OLD_ROLES = {"function": "tool"}  # of OpenAI's API before it had tools
@@ -21,7 +23,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Type of a content part that is text (None: it has no type) -> the key that holds the text."""
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str] = ()) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Message], media: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the messages as new dicts in the form that chat templates read:
 
         content       a string; the texts of content parts are joined by line breaks, as vLLM does. "" where a
@@ -58,7 +60,7 @@ def _message(message: Any, number: int, media: Collection[str]) -> dict[str, Any
     return {**kept, "role": role, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _role(message: Mapping[str, Any], number: int) -> str:
+def _role(message: Message, number: int) -> str:
     if "role" not in message:
         raise InputError(f'message {number} has no "role": every message needs "role" and "content"')
     role = message["role"]
@@ -112,7 +114,7 @@ def _text_part(text: str, name: str) -> dict[str, Any]:
 # --- calls and tools ------------------------------------------------------------------------------
 
 
-def _calls(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+def _calls(message: Message, number: int) -> list[dict[str, Any]]:
     calls = message.get("tool_calls") or message.get("function_call") or ()
     calls = [calls] if isinstance(calls, Mapping) and not message.get("tool_calls") else calls
     if not isinstance(calls, list | tuple):

@@ -9,19 +9,19 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
-from eyas.text._messages import check_messages, check_unicode, kind_of
+from eyas.text._messages import Message, check_messages, check_unicode, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Message]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
@@ -68,8 +68,8 @@ def write_chat(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Message] | None = None,
+    chat_template_kwargs: Message | None = None,
     marks: bool = False,
     now: datetime | None = None,
 ) -> tuple[str, list[Span]]:
@@ -152,7 +152,7 @@ def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozen
     return frozenset(found)
 
 
-def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
+def _as_read(message: Message, parts: bool) -> Message:
     """Return a message whose content is a list of parts, or the text of these, joined by line breaks as vLLM does."""
     content = message["content"]
     content = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -196,14 +196,14 @@ def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: s
     return f" (message {1 + bisect_left(counts, True, key=lambda count: refuses(chat[:count]))})"
 
 
-def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
+def for_template(chat: Messages, template: str) -> list[Message]:
     """Return the checked messages as this template knows them: without a role "developer" that it does not name,
     which joins the system's message before it, and with None for content that it asks about and is empty."""
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]
     if DEVELOPER.search(template):
         return list(chat)
-    named: list[Mapping[str, Any]] = []
+    named: list[Message] = []
     for message in chat:
         if message["role"] != "developer":
             named.append(message)
@@ -233,5 +233,5 @@ def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: 
     return {"role": "assistant", "content": content, **({"thinking": thinking} if thinking else {})}
 
 
-def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> bool:
+def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> bool:
     return write_chat(tokenizer, QUESTION, tools=tools) != write_chat(tokenizer, QUESTION)

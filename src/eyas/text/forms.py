@@ -21,12 +21,14 @@ from hashlib import sha256
 from itertools import count, product
 from typing import Any
 
-Chat = list[Mapping[str, Any]]
+from eyas.text._messages import Message
+
+Chat = list[Message]
 SYSTEM = ("system", "developer")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-def other_forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
+def other_forms(chat: Sequence[Message]) -> Iterator[Chat]:
     """Yield each other form of a checked chat once, those that change least first."""
     seen = [list(chat)]
     for systems, ids, arguments in product((_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS):
@@ -67,7 +69,7 @@ def _no_system(chat: Chat) -> Chat:
     return [_joined([first, made[1]]), *made[2:]] if made[1:2] and made[1]["role"] == "user" else [first, *made[1:]]
 
 
-def _joined(messages: Chat) -> Mapping[str, Any]:
+def _joined(messages: Chat) -> Message:
     """Return messages as one, of the first one's role. Their contents are texts or parts."""
     if len(messages) == 1:
         return messages[0]
@@ -80,7 +82,7 @@ def _joined(messages: Chat) -> Mapping[str, Any]:
     return {**messages[0], "content": parts[0]["text"] if strings else parts}
 
 
-def _parts(content: Any) -> list[Mapping[str, Any]]:
+def _parts(content: Any) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
@@ -108,7 +110,7 @@ def _short_ids(chat: Chat) -> Chat:
 
 
 def _with_arguments(changed: Callable[[Any], Any]) -> Callable[[Chat], Chat]:
-    def change(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    def change(call: Message) -> Message:
         return {**call, "function": {**call["function"], "arguments": changed(call["function"]["arguments"])}}
 
     return lambda chat: [

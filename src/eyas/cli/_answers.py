@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.cli._files import InvalidLine, Task, differences
 from eyas.cli._load import load, record
-from eyas.cli._options import DraftOptions, TargetOptions
+from eyas.cli._options import DraftOptions, Fields, TargetOptions
 from eyas.errors import EyasError, OptionError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Answered:
     task: Task
-    fields: dict[str, Any]  # what --json prints
+    fields: Fields  # what --json prints
     emitted: int  # tokens of draft cycles
     cycles: int
 
@@ -78,7 +78,7 @@ class MakeAnswerer:
         )
 
 
-def described(llm: LLM) -> dict[str, Any]:
+def described(llm: LLM) -> Fields:
     from eyas.arguments import dtype_name
 
     target = llm.target

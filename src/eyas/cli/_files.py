@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from eyas.cli._errors import FULL
-from eyas.cli._options import STDIN
+from eyas.cli._options import STDIN, Fields
 from eyas.core.params import is_whole
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import parse_json
@@ -172,7 +172,7 @@ class Results:
         self.names = names
         self.needs = needs
         self.done: dict[str, str | None] = {}  # key of a result -> hash of its prompt
-        self.first: dict[str, Any] = {}  # the first result
+        self.first: Fields = {}  # the first result
         self._files = ExitStack()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas import elsewhere
 from eyas.cli._errors import UsageError, note
-from eyas.cli._options import DraftOptions, FilterOptions, StructureOptions, TargetOptions
+from eyas.cli._options import DraftOptions, Fields, FilterOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
         )
 
 
-def sampling_of(options: FilterOptions) -> dict[str, Any]:
+def sampling_of(options: FilterOptions) -> Fields:
     """Return the keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
@@ -140,11 +140,11 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
     return keywords
 
 
-def structure_of(options: StructureOptions) -> dict[str, Any]:
+def structure_of(options: StructureOptions) -> Fields:
     """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read."""
     from eyas import grammar
 
-    structure: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
+    structure: Fields = {"regex": options.regex, "choice": list(options.choice) or None}
     if options.grammar is not None:
         structure["grammar"] = text_of(Path(options.grammar), f"cannot read {options.grammar}")
     if options.json_object and options.json_schema:
@@ -177,7 +177,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
         raise OptionError(f"--logit-bias takes a token id and a number, as in 50256:-100; got {text!r}") from None
 
 
-def record(llm: LLM, result: Result) -> dict[str, Any]:
+def record(llm: LLM, result: Result) -> Fields:
     """Return a result as the object that `--json` prints."""
     from eyas import hardware, named
     from eyas.arguments import dtype_name
@@ -210,5 +210,5 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
     }
 
 
-def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
+def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> Fields:
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}

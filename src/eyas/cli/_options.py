@@ -30,6 +30,7 @@ from eyas.option_texts import Option, field_docstrings, list_options, parse_opti
 
 Options = TypeVar("Options")
 
+Fields = dict[str, Any]  # keywords, or an object of JSON
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
 PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
@@ -222,7 +223,7 @@ class StructureOptions:
 # --- options that depend on the method ---
 
 
-class MethodOptions(dict[str, Any]):
+class MethodOptions(Fields):
     """The method options that were given, by dotted name, where a trained head is used."""
 
     uses: frozenset[str] = frozenset()
@@ -240,7 +241,7 @@ class TrainMethodOptions(MethodOptions):
     uses = frozenset({"new heads only", "training only"})
 
 
-class ConfigOptions(dict[str, Any]):
+class ConfigOptions(Fields):
     """The fields of a dataclass that were given."""
 
     @staticmethod
@@ -265,7 +266,7 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
     return _method_class(annotation.uses, named, wants_help)
 
 
-def given(options: Any) -> dict[str, Any]:
+def given(options: Any) -> Fields:
     """Return the options that were given, by dotted name, from an instance of a placeholder's dataclass."""
     if options is None:
         return {}

@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from eyas.cli._errors import GREEN, color_text, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
-from eyas.cli._options import AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._options import AnswerOptions, DraftOptions, Fields, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, summary
 from eyas.errors import EyasError, InputError, near
 
@@ -56,7 +56,7 @@ def command(
 
 
 class _Conversation:
-    def __init__(self, llm: LLM, options: ChatOptions, keywords: dict[str, Any]) -> None:
+    def __init__(self, llm: LLM, options: ChatOptions, keywords: Fields) -> None:
         self.llm = llm
         self.options = options
         self.keywords = keywords

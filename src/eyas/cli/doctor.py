@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eyas.cli._load import plain_decoding, quiet
-from eyas.cli._options import AS_JSON
+from eyas.cli._options import AS_JSON, Fields
 from eyas.files import CHECKSUMS, sha256_of_folder
 
 GROUP = "Information"
@@ -44,7 +44,7 @@ def command(*, as_json: AS_JSON = False) -> int:
     return 1 if broken else 0
 
 
-def _describe(machine: dict[str, Any]) -> Iterator[Finding]:
+def _describe(machine: Fields) -> Iterator[Finding]:
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
@@ -67,7 +67,7 @@ def _print(findings: list[Finding], broken: int) -> None:
     console.print(f"[red]{broken} broken[/]" if broken else "[green]all is well[/]")
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Fields:
     import psutil
     import torch
 

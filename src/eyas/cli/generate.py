@@ -22,6 +22,7 @@ from eyas.cli._options import (
     STDIN,
     AnswerOptions,
     DraftOptions,
+    Fields,
     MethodOptions,
     StructureOptions,
     TargetOptions,
@@ -166,10 +167,10 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError("--output would write into the file that --input reads: give it another name")
 
 
-def _drafts(inputs: InputOptions) -> dict[str, Any]:
+def _drafts(inputs: InputOptions) -> Fields:
     from eyas.arguments import as_draft
 
-    keywords: dict[str, Any] = {}
+    keywords: Fields = {}
     if inputs.drafting is not None:
         keywords["draft"] = as_draft(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
     if inputs.prediction is not None:
@@ -202,7 +203,7 @@ def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
 def _answer_one(
     llm: LLM,
     prompt: Any,
-    keywords: dict[str, Any],
+    keywords: Fields,
     as_json: bool,
     model: TargetOptions,
     draft: DraftOptions,
@@ -230,7 +231,7 @@ def _answer_one(
         note(summary(llm, result))
 
 
-def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: InputOptions) -> None:
+def _answer_several(llm: LLM, prompt: Any, keywords: Fields, inputs: InputOptions) -> None:
     """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
     results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
     if inputs.as_json:
@@ -247,7 +248,7 @@ def _shown(llm: LLM, answer: Piece | Result) -> str:
 
 
 class _Run(FileRun):
-    def __init__(self, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
+    def __init__(self, results: Results, inputs: InputOptions, keywords: Fields) -> None:
         super().__init__(results, ("results", "skipped", "bad", "tokens"))
         self.inputs = inputs
         self.keywords = keywords
@@ -311,7 +312,7 @@ class CycleView:
         self.path = Path(path)
         self.prompt = prompt if isinstance(prompt, str) else ", ".join(map(str, prompt))
         self.system = system
-        self._cycles: list[dict[str, Any]] = []
+        self._cycles: list[Fields] = []
         folder = self.path.parent
         if self.path.is_dir():
             raise InputError(f"output file {path!r} is a folder")

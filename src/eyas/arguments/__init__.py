@@ -1,9 +1,6 @@
-"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values.
-
-Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
-numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
-exactly the same here. Everything else is an EyasError of one line
-that says what to write instead. This module knows no model, no tokenizer and no decoding.
+"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values: tensors, arrays and tokenizer output as
+prompts, numpy numbers, one value where a list is expected, names of transformers and OpenAI that mean the same here.
+Everything else is an EyasError of one line that says what to write instead.
 """
 
 from __future__ import annotations

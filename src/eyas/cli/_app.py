@@ -1,10 +1,6 @@
 """From the arguments of `eyas` to a call of a command's function, with cyclopts.
 
-A command is a file of this folder, or a module that another distribution names:
-
-    [project.entry-points."eyas.commands"]
-    mine = "mypackage.mymodule"
-
+A command is a file of this folder, or a module that another distribution names as an entry point of "eyas.commands".
 It defines
 
     command        a function; its docstring is the help, its parameters are the options

@@ -3,10 +3,8 @@
     in    {"prompt": "..."}  |  {"messages": [...]}  |  {"prompt_ids": [...]}     with an optional "id"
     out   {"id": ... or "line": n, and the fields of --json}
 
-A result is appended as one whole line and handed to the system before the next prompt ends, so
-that whatever stops a run leaves whole lines. Half a line at the end of a file (the machine
-stopped) is cut off by the next run, which continues after what is there. One process at a time
-writes into a file.
+A result is appended as one whole line and handed to the system before the next prompt ends. Half a line at the end of a
+file (the machine stopped) is cut off by the next run, which continues there. One process at a time writes into a file.
 """
 
 from __future__ import annotations
@@ -62,9 +60,6 @@ def _reason(error: OSError, path: Path) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "cannot be used: permission denied"
     return f"cannot be used: {(error.strerror or str(error)).lower()}"
-
-
-# --- input --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,9 +146,6 @@ def _prompt(kind: str, value: Any) -> Any:
     if kind == "prompt_ids" and not (isinstance(value, list) and all(map(is_whole, value))):
         raise InputError("prompt_ids must be a list of whole numbers")
     return value
-
-
-# --- output -------------------------------------------------------------------------------------
 
 
 class Keyed(Protocol):
@@ -257,9 +249,6 @@ def _is_json(raw: bytes) -> bool:
     except InputError:
         return False
     return True
-
-
-# --- a run --------------------------------------------------------------------------------------
 
 
 class FileRun:

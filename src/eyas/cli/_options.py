@@ -1,14 +1,10 @@
-"""Options, declared once: as fields of dataclasses, with their constraints as annotations and their
-help as the docstring below the field. cyclopts reads them.
+"""Options, declared once: as fields of dataclasses, with their constraints as annotations and their help as the
+docstring below the field. cyclopts reads them.
 
-    TargetOptions, DraftOptions, ...     groups of options that several commands share
-    MethodOptions                        placeholder for the options of the methods: `--tree.nodes` is the
-                                         field `nodes` of the field `tree` of a method's `Options`
-    ConfigOptions                        placeholder for the fields of a config, such as `TrainConfig`
-
-The last two are replaced by dataclasses that are made when the command is known (`placeholders`),
-because the options depend on --method and because reading them imports torch. A command then gets
-a mapping that holds only the options which the user gave.
+MethodOptions and ConfigOptions are placeholders for the options of methods (`--tree.nodes` is the field `nodes` of
+the field `tree` of a method's `Options`) and of a config. They are replaced by dataclasses when the command is known
+(`placeholders`): the options depend on --method, and reading them imports torch. A command gets a mapping of the
+options which the user gave.
 """
 
 from __future__ import annotations
@@ -218,9 +214,6 @@ class StructureOptions:
     """Answer with a text of this grammar, in Lark's form or the EBNF of llama.cpp."""
     choice: Annotated[tuple[str, ...], "Output", "TEXT"] = ()
     """Answer with this text or another --choice."""
-
-
-# --- options that depend on the method ---
 
 
 class MethodOptions(Fields):

@@ -100,9 +100,6 @@ def _fast_paths() -> dict[str, str]:
     }
 
 
-# --- the installation ---------------------------------------------------------------------------
-
-
 def _requirements() -> list[Finding]:
     """Return whether every package that eyas needs is there, and new enough."""
     from packaging.requirements import Requirement
@@ -134,9 +131,6 @@ def _bfloat16() -> Iterator[Finding]:
 
     if not bfloat16_gain():
         yield Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")
-
-
-# --- the embedded model -------------------------------------------------------------------------
 
 
 def _find_embedded() -> list[Finding]:

@@ -1,14 +1,6 @@
 """What authors of commands use. A command is a module with a function `command` (see `_app.py`); a distribution names
-it as an entry point of the group "eyas.commands".
-
-    options    option_group, TargetOptions, ...    groups of options; annotations with panels and help
-    loading    load, quiet, ...                    from options to an LLM
-    files      read_tasks, FileRun, Results, ...   prompts in, results out, line by line
-    showing    print_table, progress_bar, ...
-    ends       UsageError, Interrupted, note, ...  which exception becomes which line and exit status
-    workers    spread, Here, cores_for, ...        the work of a command on several processes
-
-Everything else in modules that begin with an underscore may change. Importing this module does not import torch.
+it as an entry point of the group "eyas.commands". Modules that begin with an underscore may change. Importing this
+imports no torch.
 """
 
 from __future__ import annotations

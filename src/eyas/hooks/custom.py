@@ -5,11 +5,12 @@ without a word; with a folder it does not say which one. They are local variable
 where `arguments_of_generate` looks. If that function has another name one day, nothing is found.
 
 `eyas.attach(model)` sets two attributes of the instance, as transformers does itself for repositories with a
-`custom_generate` folder: `generate`, which calls the class' own with such an object, and `_eyas`, which holds the LLMs of
-the model: they refer to it, so they are freed together with it. Copies of the model (deepcopy, pickle) begin without them.
+`custom_generate` folder: `generate`, which calls the class' own with such an object, and `_eyas`, which holds the
+LLMs of the model: they refer to it, so they are freed together with it. Copies of the model (deepcopy, pickle) begin
+without them.
 
-With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`. transformers reads
-two files there: `generate.py`, which it runs, and `requirements.txt`, which it checks and does not install.
+With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`. transformers
+reads two files there: `generate.py`, which it runs, and `requirements.txt`, which it checks and does not install.
 """
 
 from __future__ import annotations
@@ -259,9 +260,6 @@ def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDe
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 
-# --- attached to a model ---
-
-
 def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None, **options: Any) -> Attachment:
     """Let eyas decode for `model.generate`, pipelines and whatever else calls it; until
     `detach(model)`, or to the end of a `with` block:
@@ -360,9 +358,6 @@ def _generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: di
         arguments["stopping_criteria"] = with_stop_strings(arguments.get("stopping_criteria") or (), tokenizer, strings)
         arguments["stop_strings"] = None
     return cast(Any, type(model)).generate(model, **{**arguments, "custom_generate": custom})
-
-
-# --- by the folder of a head ----------------------------------------------------------------------
 
 
 def write_custom_generate(folder: str | Path) -> Path:

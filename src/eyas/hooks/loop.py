@@ -1,11 +1,9 @@
 """Tokens of all rows in step, as the loop of transformers hands them to stopping criteria and streamers.
 
-The engine's rows advance at different speeds, several tokens at a time. Here token t of every row
-is looked at together, as soon as all rows have it: first the criteria are called with the texts of
-the whole batch up to token t, then the streamer gets the tokens. Where that ends a row, what it has
-decoded beyond is dropped.
+The engine's rows advance at different speeds. Here token t of every row is looked at together, as soon as all rows
+have it: first by the criteria, then by the streamer. Where that ends a row, what it has decoded beyond is dropped.
 
-This module knows no model. Letters: B rows, T tokens of the widest prompt, V vocabulary.
+Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Keys: a request needs one of the server's keys, as `Authorization: Bearer KEY`, or as `x-api-key: KEY`,
-which Anthropic's clients send. And the names by which a server answers.
+"""Keys, as `Authorization: Bearer KEY` or Anthropic's `x-api-key: KEY`; and the names by which a server answers.
 
-A web page can point a name of its own at 127.0.0.1 and then, in its visitor's browser, read what a
-local server answers (DNS rebinding). The browser sends that name as `Host`, so a server for this
-machine alone refuses names that are not this machine's. A request without a name is let through, for a browser always
-sends one and probes by HTTP/1.0 do not. So is /health, which load balancers ask for by any address.
+A web page can point a name of its own at 127.0.0.1 and then read what a local server answers (DNS rebinding). The
+browser sends that name as `Host`, so a server for this machine alone refuses other names. A request without a name
+is let through: browsers always send one. So is /health, which load balancers ask for by any address.
 """
 
 from __future__ import annotations

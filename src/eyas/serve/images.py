@@ -1,9 +1,7 @@
 """Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url":
 "data:image/png;base64,..."}}.
 
-An image comes with the request. The server fetches nothing and reads no file for a client: that
-would let clients see what only the server can reach. This module knows no model: `LLM.media_prompt`
-makes the prompt.
+The server fetches nothing and reads no file for a client: that would let clients see what only the server can reach.
 """
 
 from __future__ import annotations

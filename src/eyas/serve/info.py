@@ -1,6 +1,7 @@
-"""Endpoints that generate nothing: models, health, version, counters; /tokenize and /detokenize, as in vLLM, which lm-eval
-finds by itself; /v1/corpora, texts that later requests of the same key are drafted from (`eyas serve --recall`); and
-/v1/draft, by which another head of the same method and sizes drafts from the next cycle on."""
+"""Endpoints that generate nothing: models, health, version, counters; /tokenize and /detokenize, as in vLLM, which
+lm-eval finds by itself; /v1/corpora, texts that later requests of the same key are drafted from (`eyas serve
+--recall`); and /v1/draft, by which another head of the same method and sizes drafts from the next cycle on.
+"""
 
 from __future__ import annotations
 
@@ -114,9 +115,6 @@ def _describe(tokenizer: PreTrainedTokenizerBase | None) -> JsonObject:
     }
 
 
-# --- tokens ---
-
-
 class TokenizeBody(TemplateFields):
     """A text, or a conversation with the fields of a chat."""
 
@@ -197,8 +195,6 @@ def _add(service: Service, owner: str, text: str | list[int]) -> int:
     service.pools[owner].add(tokens)
     return len(tokens)
 
-
-# --- heads ---
 
 GIVEN = "given"  # the name of the head that the server began with
 

@@ -1,8 +1,6 @@
-"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts.
-
-They are those of the target's raw logits, before penalties, temperature and masks, as in vLLM. A
-token's own value and the same token's among the most probable ones are one and the same float:
-lm-eval compares them for equality.
+"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: those of the raw logits, before penalties,
+temperature and masks. A token's own value and its value among the most probable ones are one float: lm-eval compares
+them.
 """
 
 from __future__ import annotations
@@ -59,8 +57,6 @@ class TokenTexts:
         """Return the token's text; part of a character is a replacement character."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
-    # --- completions ---
-
     def completion(
         self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
     ) -> JsonObject:
@@ -85,8 +81,6 @@ class TokenTexts:
             listed.setdefault(self.text_of(token), _finite(logprob))
         return listed
 
-    # --- chats ---
-
     def chat(self, values: Iterable[TokenLogprobs], count: int) -> JsonObject:
         """Return the `logprobs` of a chat's choice, each token with the `count` most probable ones."""
         return {
@@ -102,8 +96,6 @@ class TokenTexts:
 
     def _entry(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.bytes_of(token))}
-
-    # --- prompts ---
 
     def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[JsonObject | None]:
         """Return vLLM's `prompt_logprobs`: for each token the most probable ones and itself, by id."""

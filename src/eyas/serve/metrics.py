@@ -1,8 +1,5 @@
-"""Counters of the server, in Prometheus' text form.
-
-Requests, latencies and speculation have the names of vLLM's metrics, so that its dashboards and
-`vllm bench serve` find them. A request there is a sequence here: one sample of one prompt. What
-vLLM does not have is named `eyas:...`.
+"""Counters of the server, in Prometheus' text form, under vLLM's names where it has them, so that its dashboards find
+them. A request there is a sequence here: one sample of one prompt.
 
     draft              a cycle of one sequence in which something was drafted
     draft token        a candidate node of the draft tree, the root excluded

@@ -1,8 +1,6 @@
-"""Prompts that ask for the middle of a text: `suffix` of /v1/completions, and /infill.
-
-A model that was trained to fill in reads what stands before and after in one prompt, marked by tokens
-of its own: (prefix mark) before (suffix mark) after (middle mark), and then writes the middle
-(Bavarian et al., arXiv 2207.14255, "PSM").
+"""Prompts that ask for the middle of a text: `suffix` of /v1/completions, and /infill. A model that was trained to fill
+in reads (prefix mark) before (suffix mark) after (middle mark), and then writes the middle (Bavarian et al., arXiv
+2207.14255).
 """
 
 from __future__ import annotations

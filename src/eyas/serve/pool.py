@@ -1,13 +1,9 @@
-"""The Decoders of the engine thread: one for each drafting method, and for each number of rows in
-use where empty rows cost time.
+"""The Decoders of the engine thread: one for each drafting method, and for each number of rows where empty rows cost
+time.
 
-Most runners leave empty rows out of a forward (`Runner.skips_rows`); then one Decoder of a method
-has all rows, and prompts find their prefixes in any of them. A recorded cycle computes every row,
-full or empty. Then Decoders are opened in several sizes, and a sequence enters the smallest one
-that has room for all that is to be decoded. All of them share the target's and the heads' weights;
-their caches grow with what they decode.
-
-This module knows no queue and no client.
+Most runners leave empty rows out (`Runner.skips_rows`); then one Decoder of a method has all rows. A recorded cycle
+computes every row, so Decoders are opened in several sizes, and a sequence enters the smallest one with room for all
+that is to be decoded. All of them share the weights; their caches grow with what they decode.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The service behind every endpoint that generates text: the model's name, prompts as token ids,
-jobs for the engine.
-
-Tokenizing and checking a request may take long, so it is done in one worker thread, not in the
-event loop.
+"""The service behind every endpoint that generates text. Tokenizing and checking a request may take long, so it is done
+in one worker thread, not in the event loop.
 """
 
 from __future__ import annotations

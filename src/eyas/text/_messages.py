@@ -72,9 +72,6 @@ def _role(message: Message, number: int) -> str:
     return role
 
 
-# --- content --------------------------------------------------------------------------------------
-
-
 def _content(content: Any, role: str, number: int, media: Collection[str]) -> Any:
     """Return the text of a message; with `media`, its parts."""
     if not content and not isinstance(content, str) and role in SILENT_ROLES:
@@ -109,9 +106,6 @@ def _part(part: Any, place: int, number: int, media: Collection[str]) -> dict[st
 def _text_part(text: str, name: str) -> dict[str, Any]:
     check_unicode(text, name)
     return {"type": "text", "text": text}
-
-
-# --- calls and tools ------------------------------------------------------------------------------
 
 
 def _calls(message: Message, number: int) -> list[dict[str, Any]]:
@@ -170,9 +164,6 @@ def _parsed(given: Any) -> Any:
         return parse_json(given) if isinstance(given, str) and given.strip() else given or None
     except InputError:
         return given
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_unicode(text: str, name: str) -> None:

@@ -1,11 +1,9 @@
 """Token ids to text, piece by piece; stop strings.
 
-This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no
-length limit.
+This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no length limit.
 
-Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other
-tokens to a decoder of one of two kinds. For each kind there is a class here that does a bounded
-amount of work for a token:
+Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other tokens to a decoder of
+one of two kinds. For each kind there is a class here that does a bounded amount of work for a token:
 
     byte-level        tokens are bytes, the text is their UTF-8. An incremental UTF-8 decoder holds back at most three bytes.
     piece by piece    a token's text depends on its neighbours in three ways only: it is the first; it is the last; or it
@@ -13,8 +11,7 @@ amount of work for a token:
                       whole run is UTF-8, and else one replacement character for each byte. So no
                       text of a run is certain before the run ends.
 
-Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short
-window of tokens.
+Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short window of tokens.
 """
 
 from __future__ import annotations

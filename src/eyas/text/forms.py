@@ -1,15 +1,12 @@
-"""Other forms of a chat, for templates that refuse the one it has, or leave words of it out.
-
-A template is a program that was written for the chats its model was trained on. Clients repeat their whole history,
-so a conversation could never go on after one message that the template does not take. The forms say the same:
+"""Other forms of a chat, for templates that refuse the one it has, or leave words of it out; `_prompts.py` tries them.
+Clients repeat their whole history, so a conversation could never go on after one message that the template does not
+take.
 
     systems      texts of the system after the first turn move into the user's turns, where the template wants the
                  system at the beginning; all of them do where it knows no system
     ids          of calls become nine letters and digits (Mistral's templates take no others)
     arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
                  between other text
-
-This module knows no template: `_prompts.py` tries the forms.
 """
 
 from __future__ import annotations
@@ -40,9 +37,6 @@ def other_forms(chat: Sequence[Message]) -> Iterator[Chat]:
 
 def _same(chat: Chat) -> Chat:
     return chat
-
-
-# --- the system's texts ---------------------------------------------------------------------------------
 
 
 def _system_first(chat: Chat) -> Chat:
@@ -84,9 +78,6 @@ def _joined(messages: Chat) -> Message:
 
 def _parts(content: Any) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-# --- calls ----------------------------------------------------------------------------------------------
 
 
 def _short_ids(chat: Chat) -> Chat:

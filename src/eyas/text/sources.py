@@ -1,8 +1,6 @@
-"""Where data is read from: a file of this machine, or a URL that fsspec opens (s3://, gs://, hf://, https://, ...).
-
-A file at a URL is read as a stream, from its beginning each time that it is asked for; nothing of it is kept here. Of a
-Parquet file, each row is read as the JSON object that it would be as a line of a JSONL file. This module knows no
-tokenizer and no model.
+"""Where data is read from: a file of this machine, or a URL that fsspec opens (s3://, gs://, hf://, https://, ...),
+which is read as a stream. Each row of a Parquet file is read as the JSON object that it would be as a line of a
+JSONL file.
 """
 
 from __future__ import annotations
@@ -114,9 +112,6 @@ def _repair(file: RemoteFile) -> str:
     }
     missing = sorted(packages - {"fsspec", "huggingface_hub"})
     return f"; pip install {' '.join(missing)}" if missing else ""
-
-
-# --- Parquet
 
 
 def is_parquet(file: File) -> bool:

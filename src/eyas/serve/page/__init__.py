@@ -1,12 +1,9 @@
-"""The page of the server, as files; and the same view as one file that needs no other file
-(`eyas generate --view`).
+"""The page of the server, as files; and the same view as one file that needs no other file (`eyas generate --view`).
 
-The files of this folder are served as they are: no build step, no library, nothing from the
-network. Texts of models and users enter the page as text nodes only, and the browser is told so:
-under `SERVED_POLICY` no inline script runs and no markup is parsed.
-
-`one_file` puts the same modules into one script. For this, each import is on one line, and
-`export` comes before what it exports. This module knows no web framework.
+The files are served as they are: no build step, no library, nothing from the network. Texts of models and users
+enter the page as text nodes only; under `SERVED_POLICY` no inline script runs and no markup is parsed. `one_file`
+puts the modules into one script: each import is on one line, and `export` comes before what it exports. This module
+knows no web framework.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from eyas.api._stream import Stream
 from eyas.arguments import (
     STRUCTURE_KEYWORDS,
     GenerateKeywords,
+    Keywords,
     MediaIds,
     Messages,
     Prompt,
@@ -291,7 +292,7 @@ class LLM:
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
 
-    def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
+    def _request(self, prompt: Prompt, system: str | None, params: Keywords) -> tuple[Request, TextReader]:
         """Return what `request` returns, for a prompt of `as_prompts` and all keywords."""
         template = template_keywords(params)
         if has_media(prompt):
@@ -321,7 +322,7 @@ class LLM:
 
         return media_prompt(messages, self.target.model, **template)
 
-    def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
+    def _features(self, params: Keywords, eos: Collection[int]) -> tuple[RequestFeature, ...]:
         given = request_features(params["features"])
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
@@ -331,7 +332,7 @@ class LLM:
         made = FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
         return (*made, *given)
 
-    def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
+    def _constraint(self, params: Keywords, eos: Collection[int]) -> Constraint | None:
         """Return the constraint that the keywords ask for; None where the text is free."""
         asked = {name: params[name] for name in STRUCTURE_KEYWORDS if params[name] is not None}
         if not asked:
@@ -351,7 +352,7 @@ class LLM:
             return tuple(encode_part(self.tokenizer, given, "the prediction")) if given and self.tokenizer else ()
         return self.ids(given, raw=True) if len(given) else ()
 
-    def _new_tokens(self, params: Mapping[str, Any], prompt_length: int) -> int:
+    def _new_tokens(self, params: Keywords, prompt_length: int) -> int:
         max_new_tokens: int | None = params["max_new_tokens"]
         if params.get("max_length") is not None:
             if max_new_tokens is not None:
@@ -405,7 +406,7 @@ class LLM:
 class Chat:
     """A conversation. Keys and values of earlier turns are used again, up to the first token that differs."""
 
-    def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, llm: LLM, system: str | None, keywords: Keywords) -> None:
         self.llm = llm
         self.keywords = generate_keywords(keywords)
         sampling_of(self.keywords)  # impossible values are refused here
@@ -462,7 +463,7 @@ class Chat:
 
         def append() -> None:
             if answer.totals.token_ids:
-                reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
+                reply: Keywords = {"role": "assistant", "content": answer.result().text}
                 if answer.reader.stop_string is None and self.llm.tokenizer is not None:
                     ends = self.llm.eos | answer.request.eos
                     reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, ends)
@@ -479,7 +480,7 @@ class Chat:
         return decoder
 
 
-def sampling_of(params: Mapping[str, Any]) -> Sampling:
+def sampling_of(params: Keywords) -> Sampling:
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 

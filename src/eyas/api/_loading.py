@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters
 from eyas.api._llm import LLM, new_policy
-from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
+from eyas.arguments import Keywords, load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
 from eyas.core.sockets import RUNNER, TARGET, KnownTarget, PlainRunner, Source
@@ -133,9 +133,7 @@ def load(
         )
 
 
-def _load_drafter(
-    target: Target, draft: Any, method: str | None, options: Mapping[str, Any], draft_with: str | None
-) -> Drafter:
+def _load_drafter(target: Target, draft: Any, method: str | None, options: Keywords, draft_with: str | None) -> Drafter:
     """Return the drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
@@ -162,7 +160,7 @@ def _load_drafter(
 
 
 def _listed_drafter(
-    target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
+    target: Target, method: str | None, options: Keywords, draft_with: str | None
 ) -> tuple[str | None, Drafter]:
     """Return (hub id, drafter) of the first listed head that can be read, else the default without a head."""
     reads = None if method is None else drafters.find(method).head_format
@@ -185,7 +183,7 @@ def _listed_drafter(
     return None, _load_drafter(target, None, method, options, draft_with)
 
 
-def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
+def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Keywords) -> Drafter:
     for name in options:
         if not _has(kind, name):
             known = [*option_defaults(kind.Options), *LOAD_KEYWORDS]
@@ -197,7 +195,7 @@ def _has(kind: type[DraftMethod], option: str) -> bool:
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
-def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Mapping[str, Any]) -> None:
+def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Keywords) -> None:
     if method is not None or options or draft.target.model is not target.model:
         raise OptionError(
             "a Drafter brings its own method, options and target: give it alone, on the target that it was made for"

@@ -20,13 +20,14 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
-    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_draft",
     "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
     "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
     "request_features", "whole_number", "with_generate_keywords",
 ]  # fmt: skip
 
-Messages = Sequence[Mapping[str, Any]]
+Keywords = Mapping[str, Any]
+Messages = Sequence[Keywords]
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,13 @@ def _as_lists(prompt: Any) -> Any:
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
-def _media_names(prompt: Mapping[str, Any]) -> list[str]:
+def _media_names(prompt: Keywords) -> list[str]:
     """Return the names in a processor's output that are not text, such as pixel_values."""
     names = [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
     return names if "input_ids" in prompt else []
 
 
-def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
+def _media_ids(prompt: Keywords) -> tuple[list[Prompt], bool]:
     """Return one prompt with images, of a processor's output, and whether its ids are a single list."""
     names = _media_names(prompt)
     if wrong := [name for name in names if not isinstance(prompt[name], Tensor)]:
@@ -229,7 +230,7 @@ def _is_whole(value: object) -> bool:
 # --- generate -------------------------------------------------------------------------------------
 
 
-def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def generate_keywords(given: Keywords, defaults: Keywords | None = None) -> dict[str, Any]:
     """Return all keywords of `LLM.generate`, with the defaults where nothing else is given. `max_length`, which
     counts the prompt too, stays among them."""
     keywords = {name: value for name, value in given.items() if value is not None or name not in DEFAULTS}
@@ -358,7 +359,7 @@ def with_generate_keywords(function: F) -> F:
 # --- load -----------------------------------------------------------------------------------------
 
 
-def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
+def load_keywords(options: Keywords, dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
     """Return (options of the method, dtype, device), with the names that transformers uses understood."""
     options = dict(options)
     if "torch_dtype" in options:
@@ -396,7 +397,7 @@ def on_or_off(value: Any) -> Any:
     )
 
 
-def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:
     """Return the mode of trees, auto or fixed, and the options of the method alone. `tree` with the name of a mode
     decides; without it, trees are fixed where an option describes them. With tree=auto they grow no larger than the
     options allow."""

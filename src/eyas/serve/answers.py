@@ -10,10 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from eyas.serve.records import Delta
 
 
-class Silence:
-    """Marks a place in the stream before which the client has read nothing for some seconds."""
-
-
 class Answer:
     """The text generated for one job, for a single reader. `join`: Deltas that have not been taken yet become one."""
 
@@ -36,8 +32,8 @@ class Answer:
         """Note that the client is written to: not every Delta can be read by it, such as the pieces of a call."""
         self._written = asyncio.get_running_loop().time()
 
-    async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
-        """Yield each Delta until every sequence has ended, and a Silence after `keep_alive` seconds without
+    async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | None]:
+        """Yield each Delta until every sequence has ended, and None after `keep_alive` seconds without
         `written`. Raise the error of a sequence. Close the Answer afterwards."""
         self.written()
         while self._open:
@@ -50,7 +46,7 @@ class Answer:
                 self._open -= delta.finish is not None
                 yield delta
             if self._open and self._timer is None and keep_alive is not None:
-                yield Silence()
+                yield None
 
     def close(self) -> None:
         if self._timer is not None:

@@ -27,7 +27,6 @@ from eyas.api import LLM, TextReader
 from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sockets import FEATURE
-from eyas.core.tree import Draft
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
@@ -43,15 +42,40 @@ SEEDS = SystemRandom()
 
 @dataclass(eq=False)
 class Sequence:
+    """One sequence of a job."""
+
     index: int
     request: Request
+    reader: TextReader
     method: str
     deadline: float
     answer: Answer
-    maker: DeltaMaker
+    stop_ids: Collection[int]  # that end it because the job says so
+    writer: CycleWriter | None  # says what happened in each cycle, if that is asked for
     times: SequenceTimes
     decoder: Decoder | None = None  # the Decoder that decodes it
     request_id: int = 0
+
+    def delta(self, step: Step, drafted: int) -> Delta:
+        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
+        accepted = max(0, len(step.path) - 1)
+        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
+        ends = step.finish == "stop" and step.tokens[-1] in self.stop_ids
+        return Delta(
+            self.index,
+            text=self.reader.take(final=step.finish is not None),
+            token_ids=step.tokens,
+            finish=step.finish,
+            stop_reason=self.reader.stop_string or (step.tokens[-1] if ends else None),
+            cycles=() if step.prefill else (figures,),
+            prefill=step.prefill,
+            cached_tokens=step.cached_tokens,
+            predicted=step.extra.get("predicted", 0),
+            logprobs=step.extra.get("logprobs", ()),
+            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
+            cycle=None if self.writer is None else self.writer.write(step),
+            error=step.error,
+        )
 
 
 class Engine:
@@ -137,7 +161,10 @@ class Engine:
         prepared = []
         traced = FEATURE.plug_for("cycles").traced if job.cycles else None
         for prompt in job.prompts:
-            self._check_prompt(prompt)
+            # what `Decoder.add` would refuse, before the job is queued
+            if not prompt:
+                raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
+            check_ids(prompt, self.llm.target.vocab_size, "prompt")
             seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
@@ -162,18 +189,13 @@ class Engine:
         sequences = []
         for i, (request, reader) in enumerate(prepared):
             writer = CycleWriter(self.llm.tokenizer) if job.cycles else None
-            maker = DeltaMaker(i, reader, job.keywords.get("stop_token_ids", ()), writer)
-            sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
+            stops, times = job.keywords.get("stop_token_ids", ()), SequenceTimes(len(request.prompt))
+            sequences.append(Sequence(i, request, reader, method, deadline, answer, stops, writer, times))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
 
     def _give_up(self, answer: Answer) -> None:
         self._inbox.put(lambda: self._cancel([s for s in self._sequences() if s.answer is answer]))
-
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        if not prompt:
-            raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
-        check_ids(prompt, self.llm.target.vocab_size, "prompt")
 
     # --- the thread ---
 
@@ -204,9 +226,10 @@ class Engine:
 
     def _read_inbox(self) -> bool:
         """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread ends."""
-        idle = not self._waiting and not self._in_flight
-        rested = self._use_rest(idle)
-        wait = idle and not rested
+        wait = idle = not self._waiting and not self._in_flight
+        if self._rest is not None and (idle or self._ended):
+            self._ended = False
+            wait = not self._rest(idle) and idle
         while True:
             try:
                 task = self._inbox.get(block=wait)
@@ -216,12 +239,6 @@ class Engine:
                 return False
             task()
             wait = False
-
-    def _use_rest(self, idle: bool) -> bool:
-        if self._rest is None or not (idle or self._ended):
-            return False
-        self._ended = False
-        return self._rest(idle)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -264,7 +281,7 @@ class Engine:
         grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
             sequence = self._in_flight[decoder, step.request_id]
-            delta = sequence.maker.make(step, drafted)
+            delta = sequence.delta(step, drafted)
             news[sequence.answer].append(delta)
             grown.append((delta, sequence.times))
             if delta.finish:
@@ -302,50 +319,8 @@ class Engine:
                 self._loop.call_soon_threadsafe(put)
 
 
-class DeltaMaker:
-    """Turns the Steps of one sequence into Deltas, in order."""
-
-    def __init__(
-        self, index: int, reader: TextReader, stop_ids: Collection[int] = (), writer: CycleWriter | None = None
-    ) -> None:
-        self.index = index
-        self.reader = reader
-        self.stop_ids = stop_ids
-        self.writer = writer
-
-    def make(self, step: Step, drafted: int) -> Delta:
-        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
-        accepted = max(0, len(step.path) - 1)
-        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
-        return Delta(
-            self.index,
-            text=self.reader.take(final=step.finish is not None),
-            token_ids=step.tokens,
-            finish=step.finish,
-            stop_reason=self.reader.stop_string or self._stop_id(step),
-            cycles=() if step.prefill else (figures,),
-            prefill=step.prefill,
-            cached_tokens=step.cached_tokens,
-            predicted=step.extra.get("predicted", 0),
-            logprobs=step.extra.get("logprobs", ()),
-            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
-            cycle=None if self.writer is None else self.writer.write(step),
-            error=step.error,
-        )
-
-    def _stop_id(self, step: Step) -> int | None:
-        """Return the last token, if it ended the sequence because the job says so."""
-        ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
-        return step.tokens[-1] if ended else None
-
-
-def drafted_nodes(steps: Iterable[Step]) -> list[int]:
+def drafted_nodes(steps: list[Step]) -> list[int]:
     """Return for each Step the nodes of its cycle's draft for its row, without the root. Each draft is read once."""
-    counts: dict[int, list[int]] = {}
-
-    def counted(draft: Draft) -> list[int]:
-        if id(draft) not in counts:
-            counts[id(draft)] = (draft.tree.acceptable_BN.sum(1) - 1).tolist()
-        return counts[id(draft)]
-
-    return [0 if step.draft is None else counted(step.draft)[step.row] for step in steps]
+    drafts = {id(step.draft): step.draft for step in steps if step.draft is not None}
+    counts = {key: (draft.tree.acceptable_BN.sum(1) - 1).tolist() for key, draft in drafts.items()}
+    return [0 if step.draft is None else counts[id(step.draft)][step.row] for step in steps]

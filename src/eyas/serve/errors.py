@@ -158,7 +158,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(EyasError)
     async def refused(request: Request, error: ApiError | EyasError) -> Response:
-        return error_response(error_of(error, _fields(request)), request.scope)
+        return error_response(error_of(error, getattr(request.state, "fields", ())), request.scope)
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
@@ -172,10 +172,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(error_of(error), request.scope)
-
-
-def _fields(request: Request) -> Collection[str]:
-    return getattr(request.state, "fields", ())
 
 
 def _not_here(app: FastAPI, request: Request) -> str:

@@ -70,7 +70,11 @@ def _converted_part(part: Any, named: str, room: Room) -> Any:
         raise ApiError(
             400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages"
         )
-    return {"type": "image", "image": _read(image, named)}
+    try:
+        image.load()
+    except Exception:  # as in _open
+        raise ApiError(400, f"{named}: its image is broken", param="messages") from None
+    return {"type": "image", "image": image}
 
 
 def _url_of(part: Mapping[str, Any], named: str) -> str:
@@ -100,11 +104,3 @@ def _open(url: str, named: str) -> Any:
         raise ApiError(
             400, f"{named} is not an image that can be read: send {', '.join(FORMATS)}", param="messages"
         ) from None
-
-
-def _read(image: Any, named: str) -> Any:
-    try:
-        image.load()
-    except Exception:  # as above
-        raise ApiError(400, f"{named}: its image is broken", param="messages") from None
-    return image

@@ -49,17 +49,11 @@ class DecoderPool:
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
         """Return the rows of the Decoder to enter: enough for the load, or a busy one that it fills well."""
-        enough = [size for size in self.sizes if size >= min(load, self.rows) and self._has_room(kind, size)]
-        busy = [size for size in enough if size < GROWTH * load and self._is_busy(kind, size)]
+        opened = {size: decoder for (other, size), decoder in self._decoders.items() if other == kind}
+        taken = {size: self._taken[opened[size]] if size in opened else 0 for size in self.sizes}
+        enough = [size for size in self.sizes if size >= min(load, self.rows) and taken[size] < size]
+        busy = [size for size in enough if size < GROWTH * load and taken[size]]
         return min(busy or enough)
-
-    def _has_room(self, kind: tuple[str, str], size: int) -> bool:
-        decoder = self._decoders.get((kind, size))
-        return decoder is None or self._taken[decoder] < size
-
-    def _is_busy(self, kind: tuple[str, str], size: int) -> bool:
-        decoder = self._decoders.get((kind, size))
-        return decoder is not None and self._taken[decoder] > 0
 
     def _open(self, kind: tuple[str, str], size: int) -> Decoder:
         """Return a new Decoder; close idle ones for it where too many rows are open."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from eyas.serve.answers import Answer, Silence
+from eyas.serve.answers import Answer
 from eyas.serve.auth import owner_of
 from eyas.serve.errors import ApiError, JsonObject, error_of
 from eyas.serve.fields import GenerationBody, StreamOptions
@@ -73,13 +73,14 @@ async def reply(
         totals = await unless_gone(request, _collect(answer))
     finally:
         answer.close()
-    return json_response(dialect.response(totals), headers)
+    # it may hold what the client sent, so it must not fail at any value
+    return Response(written(dialect.response(totals)), headers=dict(headers), media_type="application/json")
 
 
 async def _collect(answer: Answer) -> list[Totals]:
     totals = [Totals() for _ in range(answer.count)]
     async for delta in answer.deltas():
-        assert isinstance(delta, Delta)
+        assert delta is not None, "silence is for streams"
         totals[delta.index].add(delta)
     return totals
 
@@ -89,7 +90,7 @@ async def events_of(dialect: Dialect, answer: Answer, keep_alive: float) -> Asyn
     for event in dialect.begun():
         yield event
     async for delta in answer.deltas(keep_alive):
-        made = [KEEP_ALIVE] if isinstance(delta, Silence) else list(dialect.add(delta))
+        made = [KEEP_ALIVE] if delta is None else list(dialect.add(delta))
         for event in made:
             yield event
         if made:
@@ -318,11 +319,6 @@ class BlockWriter(Dialect):
 def written(data: Any) -> bytes:
     """Return data as JSON. Half a surrogate pair becomes a question mark, for it has no bytes."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def json_response(data: Any, headers: Mapping[str, str]) -> Response:
-    """Return a whole answer. It may hold what the client sent, so it must not fail at any value."""
-    return Response(written(data), headers=dict(headers), media_type="application/json")
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

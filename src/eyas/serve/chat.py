@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
-from eyas.serve.errors import ApiError, JsonObject
-from eyas.serve.fields import MOST_LOGPROBS, Body, GenerationBody
+from eyas.serve.errors import JsonObject, bad_request
+from eyas.serve.fields import Body, GenerationBody, Logprobs, Positive, Strict
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.marks import Grammar, grammar_of
@@ -30,19 +30,15 @@ BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 LAST = "(the last message ends here)"  # is looked for in a rendered chat
 
 
-class Part(BaseModel):
+class Part(Strict):
     """A part of a text."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Prediction(BaseModel):
+class Prediction(Strict):
     """OpenAI's predicted output: text that the answer probably contains."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["content"]
     content: str | list[Part]
@@ -94,9 +90,9 @@ class ChatBody(TemplateFields, GenerationBody):
     """A conversation."""
 
     messages: Annotated[list[JsonObject], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
     prediction: Prediction | None = None
     return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
 
@@ -171,9 +167,7 @@ def prompt_of(
     """Return the conversation with the tools that the model may call."""
     template = str(service.tokenizer.chat_template)
     if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
-        raise ApiError(
-            400, "this model's chat template has no reasoning effort: leave it out", param="reasoning_effort"
-        )
+        raise bad_request("this model's chat template has no reasoning effort: leave it out", "reasoning_effort")
     listed = written_tools(service.tokenizer, tools)
     try:
         return service.render(list(map(_without_billing, messages)), **fields.template(), **listed)

@@ -15,8 +15,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from eyas.core.logprobs import TokenLogprobs
-from eyas.serve.errors import ApiError, JsonObject
-from eyas.serve.fields import MOST_LOGPROBS, WITHOUT_EFFECT, GenerationBody
+from eyas.serve.errors import JsonObject, bad_request
+from eyas.serve.fields import WITHOUT_EFFECT, GenerationBody, Logprobs
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TextOffsets, TokenTexts
 from eyas.serve.middle import Middle, middle_of
@@ -33,7 +33,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     suffix: str | None = None  # what stands behind the text that is asked for
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
 
@@ -92,9 +92,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     prompts, n = body.prompts(), body.n or 1
     service.settings.check_count(len(prompts), n)
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(
-            400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens"
-        )
+        raise bad_request("max_tokens is 0, which asks for nothing: with echo it gives the prompt back", "max_tokens")
     middles = await service.in_worker(_middles, service, body)
     special = body.add_special_tokens is not False
     ids = tuple(one.ids for one in middles) or await service.in_worker(
@@ -136,7 +134,7 @@ def _middles(service: Service, body: CompletionBody) -> list[Middle]:
         return []
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
     if body.echo or len(prompts) < len(body.prompts()):
-        raise ApiError(400, "a suffix is for prompts of text, without echo: leave it out", param="suffix")
+        raise bad_request("a suffix is for prompts of text, without echo: leave it out", "suffix")
     return [middle_of(service.tokenizer, prompt, body.suffix) for prompt in prompts]
 
 

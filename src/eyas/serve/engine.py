@@ -30,7 +30,7 @@ from eyas.core.sockets import FEATURE
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, bad_request
 from eyas.serve.methods import Methods
 from eyas.serve.metrics import Metrics, SequenceTimes
 from eyas.serve.pool import DecoderPool
@@ -163,7 +163,7 @@ class Engine:
         for prompt in job.prompts:
             # what `Decoder.add` would refuse, before the job is queued
             if not prompt:
-                raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
+                raise bad_request("the prompt is empty: give at least one token", "prompt")
             check_ids(prompt, self.llm.target.vocab_size, "prompt")
             seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):

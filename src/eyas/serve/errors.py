@@ -96,6 +96,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the answer to a request that cannot be served; `param` is the field that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
     """Return the answer for an exception; it names the one of the body's `fields` that the error is about."""
     prompt = next((name for name in PROMPTS if name in fields), "messages")
@@ -103,12 +108,12 @@ def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
         error.param = prompt if error.param == "messages" else error.param
         return error
     if isinstance(error, FitError):
-        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+        return bad_request(str(error), prompt, code="context_length_exceeded")
     if isinstance(error, InputError | OptionError):
         named, message = _named_field(str(error), fields, prompt), str(error)
         if named == "tools":  # the client has sent no grammar
             message = re.sub(r"^(the )?grammar\b", "the grammar of the tools", message)
-        return ApiError(400, message, param=named)
+        return bad_request(message, named)
     if isinstance(error, EyasError):
         return ApiError(500, str(error))
     return ApiError(500, "an internal error; the server's log has the details")
@@ -134,12 +139,12 @@ def invalid_body(error: ValidationError) -> ApiError:
     """Return the answer for a body that pydantic refuses: its first complaint, with all types that are allowed."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if complaints[0]["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
+        return bad_request(f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
     place = _place(complaints[0]["loc"])
     first, *others = dict.fromkeys(_in_our_words(one["msg"]) for one in complaints if _place(one["loc"]) == place)
     message = " or ".join([first, *(text.removeprefix("must be ") for text in others)])
     item = next((f"item {part + 1} " for part in complaints[0]["loc"] if isinstance(part, int)), "")
-    return ApiError(400, f"{place or 'the body'}{': ' if item else ' '}{item}{message}", param=place or None)
+    return bad_request(f"{place or 'the body'}{': ' if item else ' '}{item}{message}", place or None)
 
 
 def _place(location: tuple[int | str, ...]) -> str:

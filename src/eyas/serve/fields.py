@@ -17,11 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
-from eyas.serve.errors import ApiError, JsonObject
+from eyas.serve.errors import JsonObject, bad_request
 
 MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 # Fields that change an answer and are not served, each with the values that change nothing here, besides those that are
 # empty; any other value is refused. So are the fields of `foreign_fields.json`, which this table completes and corrects:
@@ -81,6 +84,12 @@ def foreign_fields(*paths: str) -> dict[str, list[Any]]:
     return found
 
 
+class Strict(BaseModel):
+    """An object of a body. Values are not converted from other types."""
+
+    model_config = ConfigDict(strict=True)
+
+
 class Body(BaseModel):
     """A body whose unknown fields are kept apart; values are not converted from other types."""
 
@@ -91,7 +100,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             neutral = None if name in WITHOUT_EFFECT else self.neutral(name)
             if neutral is not None and value not in (None, [], {}, *neutral):
-                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+                raise bad_request(f"this server does not support {name}: leave it out", name)
 
     def neutral(self, name: str) -> Sequence[Any] | None:
         """Return the values with which a field that is not served changes nothing; None for a field that nobody has."""
@@ -108,10 +117,8 @@ class Body(BaseModel):
         return {"x-eyas-ignored-fields": ",".join(self.ignored)} if self.ignored else {}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """The report of usage in a stream."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -129,14 +136,14 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
     stop: str | Texts | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Logprobs | None = None
     response_format: JsonObject | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -158,7 +165,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, "best_of chooses among more texts than n, which is not served", param="best_of")
+            raise bad_request("best_of chooses among more texts than n, which is not served", "best_of")
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eyas.serve.errors import ApiError, error_response, invalid_body
+from eyas.serve.errors import ApiError, bad_request, error_response, invalid_body
 from eyas.serve.fields import Body
 
 Kind = TypeVar("Kind", bound=Body)
@@ -145,4 +145,4 @@ def _check_numbers(content: bytes) -> None:
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            raise ApiError(400, f"{name} holds NaN or Infinity, which JSON does not have", param=name) from None
+            raise bad_request(f"{name} holds NaN or Infinity, which JSON does not have", name) from None

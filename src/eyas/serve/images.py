@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 2**25  # limit for all images of a request: a small file may hold a huge image
@@ -56,24 +56,22 @@ def _convert(message: Any, number: int, room: Room) -> Any:
 def _converted_part(part: Any, named: str, room: Room) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in NAMES_A_SOURCE:
-        raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
+        raise bad_request(f"{named} is of type {kind!r}: images come as {EXAMPLE}", "messages")
     if kind != "image_url":
         return part
     room.images -= 1
     if room.images < 0:
-        raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
+        raise bad_request(f"a request may have {MOST_IMAGES} images: send fewer", "messages")
     image = _open(_url_of(part, named), named)
     if max(image.size) > LONGEST_SIDE * min(image.size):
-        raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
+        raise bad_request(f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", "messages")
     room.pixels -= image.width * image.height
     if room.pixels < 0:
-        raise ApiError(
-            400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages"
-        )
+        raise bad_request(f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", "messages")
     try:
         image.load()
     except Exception:  # as in _open
-        raise ApiError(400, f"{named}: its image is broken", param="messages") from None
+        raise bad_request(f"{named}: its image is broken", "messages") from None
     return {"type": "image", "image": image}
 
 
@@ -81,7 +79,7 @@ def _url_of(part: Mapping[str, Any], named: str) -> str:
     value = part.get("image_url")
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str):
-        raise ApiError(400, f"{named} has no image: write {EXAMPLE}", param="messages")
+        raise bad_request(f"{named} has no image: write {EXAMPLE}", "messages")
     return url
 
 
@@ -90,17 +88,13 @@ def _open(url: str, named: str) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise ApiError(
-            400, "this server cannot read images: the package pillow is not installed", param="messages"
-        ) from None
+        raise bad_request("this server cannot read images: the package pillow is not installed", "messages") from None
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise ApiError(400, f"{named}: this server fetches no images, so they come as {EXAMPLE}", param="messages")
+        raise bad_request(f"{named}: this server fetches no images, so they come as {EXAMPLE}", "messages")
     try:
         return Image.open(io.BytesIO(base64.b64decode(data.encode(), validate=True)), formats=FORMATS)
     except binascii.Error:
-        raise ApiError(400, f"{named}: its data is not base64", param="messages") from None
+        raise bad_request(f"{named}: its data is not base64", "messages") from None
     except Exception:  # Pillow's plugins raise whatever a broken file makes them
-        raise ApiError(
-            400, f"{named} is not an image that can be read: send {', '.join(FORMATS)}", param="messages"
-        ) from None
+        raise bad_request(f"{named} is not an image that can be read: send {', '.join(FORMATS)}", "messages") from None

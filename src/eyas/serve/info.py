@@ -19,7 +19,7 @@ from eyas import __version__
 from eyas.errors import CheckpointError
 from eyas.serve.auth import given_key, owner_of
 from eyas.serve.chat import TemplateFields, prompt_of
-from eyas.serve.errors import ApiError, JsonObject
+from eyas.serve.errors import ApiError, JsonObject, bad_request
 from eyas.serve.fields import Body
 from eyas.serve.records import check_ids
 from eyas.serve.service import Service
@@ -149,7 +149,7 @@ class DraftBody(Body):
 async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either a prompt or messages", param="prompt")
+        raise bad_request("give either a prompt or messages", "prompt")
     tokens = await service.in_worker(_tokens, service, body)
     strings = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     content = {
@@ -177,7 +177,7 @@ def _tokens(service: Service, body: TokenizeBody) -> list[int]:
 async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Response:
     service.model_name(body.model)
     if service.pools is None:
-        raise ApiError(400, "this server remembers no texts: start it with --recall MIB")
+        raise bad_request("this server remembers no texts: start it with --recall MIB")
     texts = (
         [body.input] if isinstance(body.input, str) or (body.input and isinstance(body.input[0], int)) else body.input
     )
@@ -202,7 +202,7 @@ GIVEN = "given"  # the name of the head that the server began with
 async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
     _check_admin(service, request)
     if service.heads is None:
-        raise ApiError(400, "the head of this server cannot be replaced")
+        raise bad_request("the head of this server cannot be replaced")
     source = _source(service.heads, body)
     service.engine.check_open()
     try:
@@ -233,14 +233,14 @@ def _check_admin(service: Service, request: Request) -> None:
 
 def _source(heads: Any, body: DraftBody) -> str:
     if (body.path is None) == (body.name is None):
-        raise ApiError(400, 'give either "path", a folder of this machine, or "name", a hub id or "given"')
+        raise bad_request('give either "path", a folder of this machine, or "name", a hub id or "given"')
     if body.path is not None:
         folder = os.path.expanduser(body.path)  # unlike pathlib's, it takes any text
         if not os.path.isdir(folder):
-            raise ApiError(400, f"{body.path[:200]}: there is no such folder on the server's machine", param="path")
+            raise bad_request(f"{body.path[:200]}: there is no such folder on the server's machine", "path")
         return folder
     if body.name != GIVEN:
         return str(body.name)
     if heads.given is None:
-        raise ApiError(400, "this server began without a head", param="name")
+        raise bad_request("this server began without a head", "name")
     return heads.given

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from eyas.api import LLM
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 from eyas.serve.tools import Tools
 from eyas.text import REASONING as REASONING_FIELDS
 
@@ -114,7 +114,7 @@ def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
     channels = MESSAGE in written and any(CHANNEL in one for one in (written, *map(str, added.values())))
     asked = bool(tools.listed) and not tools.forced
     if asked and not (calls or channels):
-        raise ApiError(400, UNREADABLE, param="tools")
+        raise bad_request(UNREADABLE, "tools")
     content = _literals(template.get("fields", {}).get("content", {}), "close", -1)
     left_out = [
         *content,

@@ -15,19 +15,19 @@ The whole dialect is in this file, but for its errors (`errors.py`) and its rout
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from eyas.errors import InputError
 from eyas.serve.chat import Chat, ChatBody, prepare, prompt_of
-from eyas.serve.errors import ApiError, JsonObject, invalid_body
-from eyas.serve.fields import Body
+from eyas.serve.errors import ApiError, JsonObject, bad_request, invalid_body
+from eyas.serve.fields import Body, Positive, Strict
 from eyas.serve.http import request_id
-from eyas.serve.reply import Block, BlockWriter, event, reply
+from eyas.serve.reply import Block, BlockWriter, Events, event, reply
 from eyas.serve.service import Service
 from eyas.serve.tools import tools_of
 from eyas.text import read_arguments
@@ -47,34 +47,28 @@ EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 
 
-class Options(BaseModel):
-    """An object of a request; further fields change nothing."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Form(Options):
+class Form(Strict):
     """The form of the answer."""
 
     type: str | None = None
     schema_: Any = Field(None, alias="schema")
 
 
-class Output(Options):
+class Output(Strict):
     """How the answer is made."""
 
     effort: str | None = None
     format: Form | None = None
 
 
-class Thinking(Options):
+class Thinking(Strict):
     """Whether the model thinks first."""
 
     type: str | None = None
     budget_tokens: int | None = None
 
 
-class Context(Options):
+class Context(Strict):
     """What is left out of a long conversation: nothing is, here."""
 
     edits: list[JsonObject] | None = None
@@ -103,7 +97,7 @@ class CountBody(Body):
         kept = all(edit.get("keep") == "all" for edit in edits)
         for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
             if getattr(self, name) not in EMPTY:
-                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+                raise bad_request(f"this server does not support {name}: leave it out", name)
 
     @property
     def ignored(self) -> list[str]:
@@ -133,7 +127,7 @@ class CountBody(Body):
             raise invalid_body(error) from None
         chat.check()
         if chat.return_token_ids:
-            raise ApiError(400, "messages hold no token ids: leave return_token_ids out", param="return_token_ids")
+            raise bad_request("messages hold no token ids: leave return_token_ids out", "return_token_ids")
         return chat.placed([place for _, place in made])
 
     def limits(self) -> JsonObject:
@@ -143,7 +137,7 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """A conversation that is answered."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -233,9 +227,7 @@ def _part(given: Any, place: str) -> JsonObject:
 
 def _tool(tool: JsonObject, number: int) -> JsonObject:
     if tool.get("type", "custom") not in ("custom", None):
-        raise ApiError(
-            400, f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", param="tools"
-        )
+        raise bad_request(f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", "tools")
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
@@ -272,15 +264,15 @@ class Writer(BlockWriter):
             "usage": self._usage(),
         }
 
-    def begun(self) -> Iterable[bytes]:
+    def begun(self) -> Events:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=message)
 
-    def opened(self, block: Block) -> Iterable[bytes]:
+    def opened(self, block: Block) -> Events:
         yield _event("content_block_start", index=block.number, content_block=_block(block))
 
-    def grown(self, block: Block, text: str) -> Iterable[bytes]:
+    def grown(self, block: Block, text: str) -> Events:
         delta = {
             "text": {"type": "text_delta", "text": text},
             "reasoning": {"type": "thinking_delta", "thinking": text},
@@ -288,10 +280,10 @@ class Writer(BlockWriter):
         }[block.kind]
         yield _event("content_block_delta", index=block.number, delta=delta)
 
-    def closed(self, block: Block) -> Iterable[bytes]:
+    def closed(self, block: Block) -> Events:
         yield _event("content_block_stop", index=block.number)
 
-    def ended(self) -> Iterable[bytes]:
+    def ended(self) -> Events:
         yield _event("message_delta", delta=self._end_of(), usage=self._usage())
         yield _event("message_stop")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 from eyas.text import encode, encode_part
 
 # the three marks, by family: Qwen2.5-Coder, CodeGemma; StarCoder, Granite; SantaCoder; DeepSeek-Coder; Code Llama; GLM
@@ -45,9 +45,7 @@ def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str
     vocabulary = tokenizer.get_vocab()
     marks = next((names for names in MARKS if all(name in vocabulary for name in names)), None)
     if marks is None:
-        raise ApiError(
-            400, "this model cannot fill in: its tokenizer has no tokens for a suffix; leave it out", param="suffix"
-        )
+        raise bad_request("this model cannot fill in: its tokenizer has no tokens for a suffix; leave it out", "suffix")
     prefix, suffix, middle = (vocabulary[name] for name in marks)
     file_mark = [vocabulary[name] for name in FILES if name in vocabulary][:1]
     ids = _opening(tokenizer)

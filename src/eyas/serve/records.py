@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from eyas.core.logprobs import TokenLogprobs
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 
 if TYPE_CHECKING:
     from eyas.core.prompts import Budget
@@ -180,10 +180,8 @@ class Settings:
     def check_count(self, prompts: int, n: int) -> None:
         """Refuse a request for more sequences than the server takes at once."""
         if prompts * n > self.max_sequences:
-            raise ApiError(
-                400,
-                f"{prompts} prompts x {n} samples are more than {self.max_sequences}: ask for fewer at once",
-                param="n",
+            raise bad_request(
+                f"{prompts} prompts x {n} samples are more than {self.max_sequences}: ask for fewer at once", "n"
             )
 
     def answer_tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
@@ -192,13 +190,12 @@ class Settings:
         """
         context = self.max_model_len
         if prompt >= context:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} tokens "
-                f"(prompt is too long: {prompt} tokens > {context - 1} maximum). Please reduce the length of the messages.",
-                param="messages",
-                code="context_length_exceeded",
+            message = (
+                f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} "
+                f"tokens (prompt is too long: {prompt} tokens > {context - 1} maximum). Please reduce the length of the "
+                "messages."
             )
+            raise bad_request(message, "messages", code="context_length_exceeded")
         wanted = asked if asked is not None else self.max_tokens if default is None else default
         return min(wanted, self.max_tokens, context - prompt)
 
@@ -208,4 +205,4 @@ def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if outside is not None:
         message = f"token id {outside} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
-        raise ApiError(400, message, param=param)
+        raise bad_request(message, param)

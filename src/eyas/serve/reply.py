@@ -28,6 +28,7 @@ from eyas.serve.records import CycleSums, Delta, Job, Totals
 from eyas.serve.service import Service
 
 T = TypeVar("T")
+Events = Iterable[bytes]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
@@ -42,15 +43,15 @@ class Dialect(ABC):
     last = b""  # sent after the events of a stream
 
     @abstractmethod
-    def begun(self) -> Iterable[bytes]:
+    def begun(self) -> Events:
         """Return the events that come before anything is generated."""
 
     @abstractmethod
-    def add(self, delta: Delta) -> Iterable[bytes]:
+    def add(self, delta: Delta) -> Events:
         """Return the events of what came next; none while there is nothing to be seen."""
 
     @abstractmethod
-    def ended(self) -> Iterable[bytes]:
+    def ended(self) -> Events:
         """Return the events of the end; the answer is whole."""
 
     @abstractmethod
@@ -248,15 +249,15 @@ class BlockWriter(Dialect):
         self._open: Block | None = None
 
     @abstractmethod
-    def opened(self, block: Block) -> Iterable[bytes]:
+    def opened(self, block: Block) -> Events:
         """Return the events of a block that begins; its text is still empty."""
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> Iterable[bytes]:
+    def grown(self, block: Block, text: str) -> Events:
         """Return the events of a block that has got this text in addition."""
 
     @abstractmethod
-    def closed(self, block: Block) -> Iterable[bytes]:
+    def closed(self, block: Block) -> Events:
         """Return the events of a block that is whole."""
 
     @abstractmethod

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.errors import InputError
 from eyas.serve.auth import owner_of
 from eyas.serve.chat import Chat, ChatBody, prepare
-from eyas.serve.errors import ApiError, JsonObject
-from eyas.serve.fields import GenerationBody
+from eyas.serve.errors import ApiError, JsonObject, bad_request
+from eyas.serve.fields import GenerationBody, Positive, Strict
 from eyas.serve.memory import Memory
-from eyas.serve.reply import Block, BlockWriter, event, reply, usage_of
+from eyas.serve.reply import Block, BlockWriter, Events, event, reply, usage_of
 from eyas.serve.service import Service
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -47,19 +46,15 @@ TEXTS = {
 }
 
 
-class TextOptions(BaseModel):
+class TextOptions(Strict):
     """The form of the text."""
-
-    model_config = ConfigDict(strict=True)
 
     format: JsonObject | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(BaseModel):
+class Reasoning(Strict):
     """How much the model reasons. A summary is never made: reasoning is answered as it is."""
-
-    model_config = ConfigDict(strict=True)
 
     effort: str | None = None
     summary: str | None = None
@@ -70,7 +65,7 @@ class ResponsesBody(GenerationBody):
 
     input: str | list[JsonObject]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Positive | None = None
     text: TextOptions | None = None
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
@@ -90,9 +85,9 @@ class ResponsesBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.n not in (None, 1):
-            raise ApiError(400, "a response has one text: leave n out", param="n")
+            raise bad_request("a response has one text: leave n out", "n")
         if others := [name for name in self.include or () if name not in NOTHING_TO_INCLUDE]:
-            raise ApiError(400, f"include: this server does not support {others[0]}: leave it out", param="include")
+            raise bad_request(f"include: this server does not support {others[0]}: leave it out", "include")
 
     def items(self) -> list[JsonObject]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
@@ -188,10 +183,9 @@ def _chat_part(part: Any) -> Any:
 
 def _nest(tool: JsonObject, number: int) -> JsonObject:
     if tool.get("type") != "function":
-        raise ApiError(
-            400,
+        raise bad_request(
             f"tool {number} is of type {tool.get('type')!r}: only functions are served here, so turn it off in the client",
-            param="tools",
+            "tools",
         )
     return (
         tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
@@ -217,17 +211,15 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[JsonO
     if body.previous_response_id is not None:
         known = memory.conversation(owner, body.previous_response_id)
         if known is None:
-            raise ApiError(
-                400, f"there is no response {body.previous_response_id!r}; {hint}",
-                param="previous_response_id", code="previous_response_not_found",
-            )  # fmt: skip
+            message = f"there is no response {body.previous_response_id!r}; {hint}"
+            raise bad_request(message, "previous_response_id", code="previous_response_not_found")
         before = known
     items = [*before, *body.items()]
     for place, item in enumerate(items):
         if item.get("type") == "item_reference":
             found = memory.item(owner, str(item.get("id")))
             if found is None:
-                raise ApiError(400, f"there is no item {item.get('id')!r} to refer to; {hint}", param="input")
+                raise bad_request(f"there is no item {item.get('id')!r} to refer to; {hint}", "input")
             items[place] = found
     return items
 
@@ -283,20 +275,20 @@ class Writer(BlockWriter):
             "metadata": (body.model_extra or {}).get("metadata") or {},
         }
 
-    def begun(self) -> Iterable[bytes]:
+    def begun(self) -> Events:
         yield self._event("response.created", response=self._head("in_progress"))
         yield self._event("response.in_progress", response=self._head("in_progress"))
 
-    def opened(self, block: Block) -> Iterable[bytes]:
+    def opened(self, block: Block) -> Events:
         item = {**self._item(block, "in_progress"), **({} if block.kind == "call" else {"content": []})}
         yield self._event("response.output_item.added", output_index=block.number, item=item)
         if block.kind != "call":
             yield self._event("response.content_part.added", **self._place(block), part=_part(block))
 
-    def grown(self, block: Block, text: str) -> Iterable[bytes]:
+    def grown(self, block: Block, text: str) -> Events:
         yield self._event(f"{TEXTS[block.kind]}.delta", **self._place(block), delta=text, **_logprobs(block))
 
-    def closed(self, block: Block) -> Iterable[bytes]:
+    def closed(self, block: Block) -> Events:
         done = f"{TEXTS[block.kind]}.done"
         if block.kind == "call":
             yield self._event(done, **self._place(block), name=block.name, arguments=block.text)
@@ -306,7 +298,7 @@ class Writer(BlockWriter):
         status = "incomplete" if self.totals.finish == "length" else "completed"
         yield self._event("response.output_item.done", output_index=block.number, item=self._item(block, status))
 
-    def ended(self) -> Iterable[bytes]:
+    def ended(self) -> Events:
         whole = self.message()
         yield self._event(f"response.{whole['status']}", response=whole)
 

@@ -15,7 +15,7 @@ from eyas.arguments import MediaIds
 from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, bad_request
 from eyas.serve.images import holds_images, with_images
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.memory import Memory
@@ -103,7 +103,7 @@ class Service:
     def tokenizer(self) -> Any:
         """The tokenizer; raise ApiError without one."""
         if self.llm.tokenizer is None:
-            raise ApiError(400, "this server has no tokenizer: give token ids to /v1/completions", param="prompt")
+            raise bad_request("this server has no tokenizer: give token ids to /v1/completions", "prompt")
         return self.llm.tokenizer
 
     async def submit(self, job: Job, owner: str) -> Answer:

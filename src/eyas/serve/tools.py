@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.core.sockets import STRUCTURE
-from eyas.serve.errors import ApiError, JsonObject
+from eyas.serve.errors import JsonObject, bad_request
 from eyas.text import has_place_for_tools
 
 ANY_CALL = ("auto", "none", "required")
@@ -34,16 +34,13 @@ class Tools:
         if self.forced:
             keywords.pop("response_format", None)
             if STRUCTURE.plug_for("tool_choice").structure_of(keywords) is not None:
-                raise ApiError(
-                    400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
-                )
+                raise bad_request("a tool_choice that forces a call excludes other structured output", "tool_choice")
             keywords["grammar"] = self.grammar()
         elif self.listed and any(form.values()) and STRUCTURE.plug_for("response_format").structure_of(form):
-            raise ApiError(
-                400,
+            raise bad_request(
                 "tools and a response_format in one request are not served: the format would forbid every call. Leave "
                 "one out, or set tool_choice to required or none",
-                param="response_format",
+                "response_format",
             )
 
     def grammar(self) -> str:
@@ -73,21 +70,19 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
             listed, choice = _allow(listed, choice.get("allowed_tools", choice))
     choice, names = _plain(choice), [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
+        raise bad_request(f"tools: the function {min(twice)!r} is there twice", "tools")
     if choice is None or choice in ANY_CALL:
         if choice == "required" and not names:
-            raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
+            raise bad_request("tool_choice is required, and there are no tools", "tool_choice")
         return Tools(
             () if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False
         )
     kind = "function" if choice in names else choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in ("function", "tool"):
-        raise ApiError(400, UNKNOWN_CHOICE, param="tool_choice")
+        raise bad_request(UNKNOWN_CHOICE, "tool_choice")
     name = _name(choice)
     if name not in names:
-        raise ApiError(
-            400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
-        )
+        raise bad_request(f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice")
     return Tools(listed, (str(name),), parallel is not False)
 
 
@@ -104,12 +99,10 @@ def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Ma
     wanted = [_name(tool) for tool in tools] if isinstance(tools, list) else []
     known = [tool["function"]["name"] for tool in listed]
     if not wanted or mode not in ("auto", "required"):
-        raise ApiError(
-            400, 'tool_choice allowed_tools has a "mode", auto or required, and some "tools"', param="tool_choice"
-        )
+        raise bad_request('tool_choice allowed_tools has a "mode", auto or required, and some "tools"', "tool_choice")
     if missing := [name for name in wanted if name not in known]:
-        raise ApiError(
-            400, f"tool_choice allows the function {missing[0]!r}, which is not among the tools", param="tool_choice"
+        raise bad_request(
+            f"tool_choice allows the function {missing[0]!r}, which is not among the tools", "tool_choice"
         )
     return tuple(tool for tool in listed if tool["function"]["name"] in wanted), mode
 
@@ -123,9 +116,9 @@ def _name(tool: Any) -> Any:
 def _check(tool: Any, number: int) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ApiError(400, f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', param="tools")
+        raise bad_request(f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', "tools")
     if not isinstance(function.get("parameters", {}), Mapping | None):
-        raise ApiError(400, f"the parameters of the function {function['name']!r} must be a JSON schema", param="tools")
+        raise bad_request(f"the parameters of the function {function['name']!r} must be a JSON schema", "tools")
     return tool  # type: ignore[no-any-return]
 
 
@@ -134,5 +127,5 @@ def written_tools(tokenizer: Any, tools: Tools) -> JsonObject:
     if not tools.listed:
         return {}
     if not has_place_for_tools(tokenizer, tools.listed):
-        raise ApiError(400, "this model's chat template has no place for tools: leave them out", param="tools")
+        raise bad_request("this model's chat template has no place for tools: leave them out", "tools")
     return {"tools": tools.listed}

@@ -10,8 +10,7 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.api._results import Answer, Result, TextReader, shorten
-from eyas.api._stream import Stream
+from eyas.api._results import Answer, Result, Stream, TextReader, shorten
 from eyas.arguments import (
     STRUCTURE_KEYWORDS,
     GenerateKeywords,

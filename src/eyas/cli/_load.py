@@ -1,4 +1,4 @@
-"""From the options of a command to an LLM, and from a result to the JSON that other programs read.
+"""From the options of a command to an LLM, or to workers on Ray, and from a result to the JSON that other programs read.
 
 Heavy imports are inside the functions: the help of a command must not wait for torch.
 """
@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from eyas import elsewhere
 from eyas.cli._errors import UsageError, note
-from eyas.cli._options import DraftOptions, Fields, FilterOptions, StructureOptions, TargetOptions
+from eyas.cli._options import AdaptOptions, DraftOptions, Fields, FilterOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
     from eyas.core.logprobs import TokenLogprobs
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+Given = TypeVar("Given")
 
 
 @contextmanager
@@ -88,6 +93,24 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         name = f"--{error.option.replace('_', '-')}"
         message = f"{name} is an option of {', '.join(owners)}, not of the method in use: leave it out, or choose another --method"
         raise OptionError(message) from error
+
+
+def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
+    """Return the LLM that the options describe, with a head that learns if they say so."""
+    if not adapt.adapt:
+        if adapt.adapt_save is not None:
+            raise UsageError("--adapt-save needs --adapt")
+        return load(model, draft, options)
+    from eyas.adapt import adapting
+
+    return adapting(load(model, draft, options), share=adapt.adapt_percent / 100)
+
+
+def save_adapted(llm: LLM, options: AdaptOptions) -> None:
+    from eyas.adapt import LearningLLM
+
+    if isinstance(llm, LearningLLM) and options.adapt_save is not None:
+        llm.save_draft(options.adapt_save)
 
 
 def plain_decoding(llm: LLM) -> LLM:
@@ -212,3 +235,48 @@ def record(llm: LLM, result: Result) -> Fields:
 
 def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> Fields:
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}
+
+
+@dataclass(frozen=True)
+class Here(Generic[Given]):
+    """A function to call in another process, but in the folder of this one, from which relative paths are meant."""
+
+    function: Callable[..., Given]
+    folder: str = field(default_factory=os.getcwd)
+
+    def __call__(self, *arguments: object) -> Given:
+        with suppress(OSError):  # another machine need not have it
+            os.chdir(self.folder)
+        return self.function(*arguments)
+
+
+def wants_gpu(device: str) -> bool:
+    """Return whether a process whose --device this is takes a GPU."""
+    if device != "auto":
+        return device != "cpu"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def on_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a cluster, or asks with "local" for Ray on this machine."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def cores_for(processes: int) -> int:
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def spread(
+    items: Sequence[Item],
+    make: Callable[[], Callable[[Sequence[Item]], Iterable[Outcome]]],
+    workers: int,
+    device: str,
+) -> Iterator[Outcome]:
+    """Yield the outcomes of items, by workers of Ray's that `make` makes, in the order of the items."""
+    need_packages("--workers", "ray", "ray")
+    ray = elsewhere.part("workers", "--workers")
+    share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
+    outcomes: Iterator[Outcome] = ray.worked(items, Here(make), share)
+    return outcomes

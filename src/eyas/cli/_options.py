@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
+from cyclopts.types import PositiveFloat
 from rich.markup import escape
 
 from eyas.core.params import Sampling
@@ -149,6 +150,18 @@ class DraftOptions:
     """Second method, without a head, such as suffix. Both draft in every cycle."""
     tree: TREE = None
     draft_weights: DRAFT_WEIGHTS = "exact"
+
+
+@option_group
+class AdaptOptions:
+    """Whether the head learns from what it answers."""
+
+    adapt: Annotated[bool, "Method"] = False
+    """Let the head learn from the answers (EAGLE-3, MTP)."""
+    adapt_percent: Annotated[PositiveFloat, "Method", "N"] = 3.0
+    """Share of drafting time to spend on learning, in percent."""
+    adapt_save: Annotated[str | None, "Method", "FOLDER"] = None
+    """Write the head to this folder at the end."""
 
 
 TEMPERATURE = ("temperature",)

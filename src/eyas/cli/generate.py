@@ -12,14 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from eyas.cli._adapt import AdaptOptions, load_adapted, save_adapted
 from eyas.cli._answers import Answered, Answerer, MakeAnswerer, described
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import FileRun, InvalidLine, Results, Task, differences, read_tasks
-from eyas.cli._load import note_no_head, record, sampling_of, structure_of, text_of
+from eyas.cli._load import (
+    load_adapted,
+    note_no_head,
+    record,
+    sampling_of,
+    save_adapted,
+    spread,
+    structure_of,
+    text_of,
+)
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
+    AdaptOptions,
     AnswerOptions,
     DraftOptions,
     Fields,
@@ -29,7 +38,6 @@ from eyas.cli._options import (
     option_group,
 )
 from eyas.cli._show import TimedStream, progress_bar, summary
-from eyas.cli._spread import spread
 from eyas.errors import InputError
 from eyas.files import write_text
 

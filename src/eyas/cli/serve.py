@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from eyas import elsewhere
-from eyas.cli._adapt import AdaptOptions, load_adapted
 from eyas.cli._errors import UsageError
-from eyas.cli._load import need_packages, note_no_head
-from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._load import load_adapted, need_packages, note_no_head
+from eyas.cli._options import AdaptOptions, DraftOptions, MethodOptions, TargetOptions, option_group
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

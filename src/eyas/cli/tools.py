@@ -8,7 +8,19 @@ from __future__ import annotations
 from eyas.cli._app import parse
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import FileRun, InvalidLine, Results, differences, read_tasks
-from eyas.cli._load import load, need_packages, need_tokenizer, note_no_head, quiet, sampling_of
+from eyas.cli._load import (
+    Here,
+    cores_for,
+    load,
+    need_packages,
+    need_tokenizer,
+    note_no_head,
+    on_cluster,
+    quiet,
+    sampling_of,
+    spread,
+    wants_gpu,
+)
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
@@ -24,7 +36,6 @@ from eyas.cli._options import (
     option_group,
 )
 from eyas.cli._show import ProgressBar, print_table, progress_bar
-from eyas.cli._spread import Here, cores_for, on_cluster, spread, wants_gpu
 
 __all__ = [
     "AS_JSON", "DRAFT_WEIGHTS", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "FileRun",

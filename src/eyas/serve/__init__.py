@@ -2,7 +2,7 @@
 
     records.py       the settings of a server; the internal request and the stream of what is generated for it
     engine.py        the one thread that decodes, and how that stream comes from the Decoder's Steps
-    pool.py          the Decoders of that thread, by method and by number of rows; methods.py: the drafting methods
+    pool.py          the Decoders of that thread, by method and by number of rows
     answers.py       the asyncio side of one request: what the thread has generated so far
     cycles.py        from the Decoder's Steps to objects for the page
     metrics.py       counters for Prometheus; figures of the last seconds as JSON for the page

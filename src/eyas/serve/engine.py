@@ -31,9 +31,8 @@ from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError, bad_request
-from eyas.serve.methods import Methods
 from eyas.serve.metrics import Metrics, SequenceTimes
-from eyas.serve.pool import DecoderPool
+from eyas.serve.pool import DecoderPool, Methods
 from eyas.serve.records import CycleFigures, Delta, Job, Settings, check_ids
 
 DEADLINE_CHECK_SECONDS = 0.25  # time between two checks of the deadlines

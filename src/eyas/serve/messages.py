@@ -34,15 +34,8 @@ from eyas.text import read_arguments
 
 READ = "text, images, tool_use, tool_result and thinking are read here"
 WITHOUT_EFFECT = (
-    "cache_control",
-    "diagnostics",
-    "inference_geo",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-)
+    "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
+)  # fmt: skip
 EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 

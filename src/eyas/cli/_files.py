@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from eyas.cli._errors import FULL
 from eyas.cli._options import STDIN, Fields
@@ -148,13 +148,6 @@ def _prompt(kind: str, value: Any) -> Any:
     return value
 
 
-class Keyed(Protocol):
-    """Something that a result is the result of."""
-
-    @property
-    def key(self) -> Mapping[str, str | int]: ...
-
-
 class Results:
     """A file that results are appended to, or stdout. In a `with` block no other process can write into the file.
     `names`: the fields one of which names a result, as its first field. `needs`: a field that every result has."""
@@ -182,8 +175,8 @@ class Results:
     def __exit__(self, *raised: object) -> None:
         self._files.close()
 
-    def holds(self, task: Keyed) -> bool:
-        """Return whether a task has its result. Raise OptionError if the result belongs to another prompt."""
+    def holds(self, task: Any) -> bool:
+        """Return whether something with a `key` has its result. Raise OptionError if the result belongs to another prompt."""
         key = json.dumps(task.key)
         made_for = self.done.get(key)
         if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:

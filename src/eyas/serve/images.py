@@ -10,7 +10,6 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from eyas.serve.errors import bad_request
@@ -31,48 +30,36 @@ def holds_images(messages: Sequence[Any]) -> bool:
 
 def with_images(messages: Sequence[Any]) -> list[Any]:
     """Return the messages with images of Pillow in place of their data: URLs."""
-    room = Room(MOST_IMAGES, MOST_PIXELS)
-    return [_convert(message, number, room) for number, message in enumerate(messages, start=1)]
+    images: list[Any] = []
 
+    def converted(part: Any, named: str) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in NAMES_A_SOURCE:
+            raise bad_request(f"{named} is of type {kind!r}: images come as {EXAMPLE}", "messages")
+        if kind != "image_url":
+            return part
+        if len(images) >= MOST_IMAGES:
+            raise bad_request(f"a request may have {MOST_IMAGES} images: send fewer", "messages")
+        image = _open(_url_of(part, named), named)
+        if max(image.size) > LONGEST_SIDE * min(image.size):
+            raise bad_request(f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", "messages")
+        images.append(image)
+        if sum(one.width * one.height for one in images) > MOST_PIXELS:
+            raise bad_request(f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", "messages")
+        try:
+            image.load()
+        except Exception:  # as in _open
+            raise bad_request(f"{named}: its image is broken", "messages") from None
+        return {"type": "image", "image": image}
 
-@dataclass
-class Room:
-    """Counts down the number and the pixels of images that a request may still hold."""
-
-    images: int
-    pixels: int
-
-
-def _convert(message: Any, number: int, room: Room) -> Any:
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-        return message
-    parts = enumerate(message["content"], start=1)
-    return {
-        **message,
-        "content": [_converted_part(part, f"part {place} of message {number}", room) for place, part in parts],
-    }
-
-
-def _converted_part(part: Any, named: str, room: Room) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in NAMES_A_SOURCE:
-        raise bad_request(f"{named} is of type {kind!r}: images come as {EXAMPLE}", "messages")
-    if kind != "image_url":
-        return part
-    room.images -= 1
-    if room.images < 0:
-        raise bad_request(f"a request may have {MOST_IMAGES} images: send fewer", "messages")
-    image = _open(_url_of(part, named), named)
-    if max(image.size) > LONGEST_SIDE * min(image.size):
-        raise bad_request(f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", "messages")
-    room.pixels -= image.width * image.height
-    if room.pixels < 0:
-        raise bad_request(f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", "messages")
-    try:
-        image.load()
-    except Exception:  # as in _open
-        raise bad_request(f"{named}: its image is broken", "messages") from None
-    return {"type": "image", "image": image}
+    made = []
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            parts = enumerate(message["content"], start=1)
+            content = [converted(part, f"part {place} of message {number}") for place, part in parts]
+            message = {**message, "content": content}
+        made.append(message)
+    return made
 
 
 def _url_of(part: Mapping[str, Any], named: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from eyas.serve.errors import JsonObject
 
+Schemas = Mapping[str, Any]
 Function = dict[str, str]  # "name", and "arguments" as JSON
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
 BETWEEN = re.compile(r"[\s;,`]*")  # after a JSON value
@@ -39,7 +40,7 @@ NEXT_KEY = r"<(?:｜DSML｜)?(?:parameter[= ]|arg_key>)"
 VALUE_END = re.compile(  # with group 1 where a call goes on after it; or a key inside of a value
     rf"</(?:｜DSML｜)?(?:parameter|arg_value)>(?=(\s*(?:{NEXT_KEY}|</(?:｜DSML｜)?(?:function|invoke)>|\Z))?)|{NEXT_KEY}"
 )
-TYPES: Mapping[str, Any] = {
+TYPES: Schemas = {
     "integer": int, "number": int | float, "null": type(None), "object": dict, "array": list,
 }  # fmt: skip
 WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, as models write them
@@ -49,7 +50,7 @@ class UnfinishedError(ValueError):
     """The text ends inside of an argument: a mark that follows is a part of it."""
 
 
-def read_calls(text: str, tools: Mapping[str, Any], last: bool = False) -> list[Function]:
+def read_calls(text: str, tools: Schemas, last: bool = False) -> list[Function]:
     """Return the functions that a text calls; [] for JSON that is not a call. Raise ValueError if the text is not a
     call. `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark
     may lack."""
@@ -117,7 +118,7 @@ def _named_arguments(text: str, bare: bool) -> Any:
     return first
 
 
-def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[JsonObject]:
+def _tagged(text: str, tools: Schemas, last: bool) -> list[JsonObject]:
     """Return the calls of a text whose arguments stand between tags."""
     calls, place = list[JsonObject](), 0
     while place < len(text):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request, Response
 from pydantic import Field, PrivateAttr
 
-from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
+from eyas.arguments import STRUCTURE_KEYWORDS, Keywords, MediaIds, Messages
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
 from eyas.serve.errors import JsonObject, bad_request
@@ -134,7 +134,7 @@ async def prepare(service: Service, body: ChatBody) -> Chat:
     return Chat(job, model, reader.new)
 
 
-def _structure_of(keywords: Mapping[str, Any]) -> str:
+def _structure_of(keywords: Keywords) -> str:
     """Return the keyword by which a request asks for structured output; "" for free text."""
     free = (None, {"type": "text"})
     return next((name for name in STRUCTURE_KEYWORDS if keywords.get(name) not in free), "")
@@ -161,9 +161,7 @@ def _text_of(content: Any) -> str:
     return "\n".join(str(part.get("text") or "") for part in parts)
 
 
-def prompt_of(
-    service: Service, messages: Sequence[Mapping[str, Any]], fields: TemplateFields, tools: Tools
-) -> MediaIds:
+def prompt_of(service: Service, messages: Messages, fields: TemplateFields, tools: Tools) -> MediaIds:
     """Return the conversation with the tools that the model may call."""
     template = str(service.tokenizer.chat_template)
     if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
@@ -175,7 +173,7 @@ def prompt_of(
         raise fields.in_its_places(error) from error
 
 
-def _without_billing(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_billing(message: Any) -> Any:
     content = message.get("content") if message.get("role") in ("system", "developer") else None
     parts = content if isinstance(content, list) else [{"text": content}]
     text = parts[0].get("text") if parts and isinstance(parts[0], dict) else None

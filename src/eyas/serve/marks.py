@@ -19,6 +19,7 @@ from eyas.serve.errors import bad_request
 from eyas.serve.tools import Tools
 from eyas.text import REASONING as REASONING_FIELDS
 
+Template = Mapping[str, Any]  # of responses, as tokenizers have it, or a field of one
 Table = dict[str, tuple[str, ...]]  # marks that open a region, each with those that close it
 UNREADABLE = "how this model writes calls is not known: tool_choice may be required, none, or a function"
 REASONING: Table = {
@@ -154,7 +155,7 @@ def spelled(text: str, special: Mapping[int, str]) -> str:
     return re.sub("|".join(names), "\ud800\\g<0>\udfff", text) if names else text
 
 
-def _named(text: str, template: Mapping[str, Any]) -> tuple[Table, Table]:
+def _named(text: str, template: Template) -> tuple[Table, Table]:
     """Return the marks of reasoning and of calls in the text of a template, or in the fields of a response template."""
     text = text.replace("\\", "")
     reasoning, calls = (
@@ -167,13 +168,13 @@ def _named(text: str, template: Mapping[str, Any]) -> tuple[Table, Table]:
     return reasoning, calls
 
 
-def _literals(field: Mapping[str, Any], side: str, place: int) -> tuple[str, ...]:
+def _literals(field: Template, side: str, place: int) -> tuple[str, ...]:
     """Return the marks of one side of a response template's field; of a pattern, its first or last plain text."""
     given = field.get(side) or [found[place] for found in [LITERAL.findall(field.get(f"{side}_pattern", ""))] if found]
     return tuple(re.sub(r"\\(\W)", r"\1", mark) for mark in ([given] if isinstance(given, str) else given))
 
 
-def _template_of_type(llm: LLM) -> Mapping[str, Any]:
+def _template_of_type(llm: LLM) -> Template:
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:  # an older transformers, or one without what its own server needs

@@ -47,42 +47,31 @@ class Metrics:
         self._with_labels: dict[tuple[object, ...], Counter] = {}  # what `_with_label` has looked up
         self._sequence_seconds = 1.0  # running mean of a sequence's time in its row
 
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.cached_tokens = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again."
-        )
-        self.queried_tokens = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
-        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
-        self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self.accepted_by_position = self._labelled_counter(
+        count, count_by, seconds = self._counter, self._labelled_counter, self._histogram
+        self.prompt_tokens = count("vllm:prompt_tokens", "Tokens of prompts.")
+        self.generated_tokens = count("vllm:generation_tokens", "Tokens generated.")
+        self.cached_tokens = count("vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again.")
+        self.queried_tokens = count("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.drafts = count("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
+        self.draft_tokens = count("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+        self.accepted_tokens = count("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.accepted_by_position = count_by(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", "position"
         )
-        self.finished = self._labelled_counter(
-            "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"
-        )
-        self.rejections = self._counter("eyas:admission_rejections", "Requests refused because the queue was full.")
-        self.cycles = self._labelled_counter(
-            "eyas:decision_cycles", "Cycles of sequences by what was drafted.", "decision"
-        )
-        self.cycle_tokens = self._counter(
-            "eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau."
-        )
-        self.first_token_seconds = self._histogram(
+        self.finished = count_by("vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
+        self.rejections = count("eyas:admission_rejections", "Requests refused because the queue was full.")
+        self.cycles = count_by("eyas:decision_cycles", "Cycles of sequences by what was drafted.", "decision")
+        self.cycle_tokens = count("eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau.")
+        self.first_token_seconds = seconds(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self.inter_token_seconds = self._histogram(
+        self.inter_token_seconds = seconds(
             "vllm:inter_token_latency_seconds", "Time between tokens; of a cycle, its mean."
         )
-        self.sequence_seconds = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end."
-        )
-        self.queue_seconds = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.")
-        self.prefill_seconds = self._histogram(
-            "vllm:request_prefill_time_seconds", "From the queue to the first token."
-        )
-        self.decode_seconds = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self.sequence_seconds = seconds("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.queue_seconds = seconds("vllm:request_queue_time_seconds", "Time in the queue.")
+        self.prefill_seconds = seconds("vllm:request_prefill_time_seconds", "From the queue to the first token.")
+        self.decode_seconds = seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._label)

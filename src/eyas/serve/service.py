@@ -5,13 +5,13 @@ in one worker thread, not in the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from eyas.api import LLM
-from eyas.arguments import MediaIds
+from eyas.arguments import MediaIds, Messages
 from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
@@ -93,7 +93,7 @@ class Service:
         check_ids(tokens, self.llm.target.vocab_size, "tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
+    def render(self, messages: Messages, **template: Any) -> MediaIds:
         """Return a conversation as token ids, by the tokenizer's chat template; with images, by the processor's."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)

@@ -17,6 +17,7 @@ from eyas.core.sockets import STRUCTURE
 from eyas.serve.errors import JsonObject, bad_request
 from eyas.text import has_place_for_tools
 
+Tool = Mapping[str, Any]
 ANY_CALL = ("auto", "none", "required")
 WORDS = {"any": "required", **{word: word for word in ANY_CALL}}  # Anthropic and Mistral say any
 UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", "function": {{"name": ...}}}}'
@@ -24,7 +25,7 @@ UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "funct
 
 @dataclass(frozen=True)
 class Tools:
-    listed: tuple[Mapping[str, Any], ...] = ()  # the functions, in OpenAI's form, of which the model is told
+    listed: tuple[Tool, ...] = ()  # the functions, in OpenAI's form, of which the model is told
     forced: tuple[str, ...] = ()  # functions one of which must be called
     parallel: bool = True  # whether several calls may be made
 
@@ -92,7 +93,7 @@ def _plain(choice: Any) -> Any:
     return WORDS.get(word.lower(), choice) if isinstance(word, str) else choice
 
 
-def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Mapping[str, Any], ...], str]:
+def _allow(listed: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...], str]:
     """Return the tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
     given = choice if isinstance(choice, Mapping) else {}
     tools, mode = given.get("tools"), given.get("mode", "auto")
@@ -113,7 +114,7 @@ def _name(tool: Any) -> Any:
     return inner.get("name") if isinstance(inner, Mapping) else inner
 
 
-def _check(tool: Any, number: int) -> Mapping[str, Any]:
+def _check(tool: Any, number: int) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise bad_request(f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', "tools")

@@ -301,11 +301,8 @@ def request_features(given: Any) -> tuple[RequestFeature, ...]:
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
-    listed = (
-        None
-        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)
-        else _token_ids(list(_as_lists(given)))
-    )
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    listed = _token_ids(list(_as_lists(given))) if is_list else None
     if listed is None:
         raise OptionError(f"stop_token_ids is a list of token ids, got {given!r}")
     return listed
@@ -390,11 +387,9 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
-    return (
-        {True: "on", False: "off", None: "auto"}.get(value, value)
-        if value is None or isinstance(value, bool)
-        else value
-    )
+    if value is None or isinstance(value, bool):
+        return {True: "on", False: "off", None: "auto"}[value]
+    return value
 
 
 def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:

@@ -211,9 +211,8 @@ class CustomGenerate:
             streamer = self._streamer(streamer or given.get("streamer"), input_ids)
             lockstep = Lockstep(distribution, generation_config, logits_processor, criteria, streamer)
             rows = len(batch.prompts)
-            batch_size = (
-                rows if lockstep.needs_all_rows else self.batch_size or (1 if llm.target.device.type == "cpu" else rows)
-            )
+            usual = 1 if llm.target.device.type == "cpu" else rows
+            batch_size = rows if lockstep.needs_all_rows else self.batch_size or usual
             self.stats = decode(llm, distribution, lockstep, batch_size)
         if streamer is not None:
             streamer.end()
@@ -253,10 +252,8 @@ def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDe
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences
-    scores, logits = (
-        lockstep.scores if lockstep.wants_scores else None,
-        lockstep.logits if lockstep.wants_logits else None,
-    )
+    scores = lockstep.scores if lockstep.wants_scores else None
+    logits = lockstep.logits if lockstep.wants_logits else None
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)  # type: ignore[arg-type]
 
 

@@ -35,10 +35,8 @@ class Lockstep:
     ) -> None:
         self.distribution, self.processors, self.criteria, self.streamer = distribution, processors, criteria, streamer
         wanted = bool(config.return_dict_in_generate)
-        self.wants_scores, self.wants_logits = (
-            wanted and bool(config.output_scores),
-            wanted and bool(config.output_logits),
-        )
+        self.wants_scores = wanted and bool(config.output_scores)
+        self.wants_logits = wanted and bool(config.output_logits)
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
         # None: rows that have ended are decoded until all have
@@ -49,12 +47,9 @@ class Lockstep:
         self.scores: tuple[Tensor, ...] = ()  # float32 [B, V] for each column; zeros in rows that have ended
         self.logits: tuple[Tensor, ...] = ()
         self._undelivered = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
-        room = (
-            ids_BT.new_empty(len(ids_BT), distribution.max_new_tokens)
-            if distribution.custom_criteria or self.wants_scores
-            else ids_BT[:, :0]
-        )
-        self._texts = torch.cat([ids_BT, room], 1)
+        keeps_texts = distribution.custom_criteria or self.wants_scores
+        room = distribution.max_new_tokens if keeps_texts else 0
+        self._texts = torch.cat([ids_BT, ids_BT.new_empty(len(ids_BT), room)], 1)
 
     @property
     def finished(self) -> bool:

@@ -151,21 +151,15 @@ def _take_leading(
 ) -> tuple[list[Any], int]:
     """Return (the processors after those that the engine does first, its min_tokens); writes into `settings`."""
     left, min_tokens = list(processors), 0
-    if (
-        left
-        and type(left[0]) is RepetitionPenaltyLogitsProcessor
-        and _hides_padding(left[0].prompt_ignore_length, batch)
-    ):
+    first = left[0] if left else None
+    if type(first) is RepetitionPenaltyLogitsProcessor and _hides_padding(first.prompt_ignore_length, batch):
         settings["repetition_penalty"] = float(left.pop(0).penalty)
     while left and type(left[0]) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
         if frozenset(torch.as_tensor(left[0].eos_token_id).flatten().tolist()) != eos:
             break
         first = left.pop(0)
-        counted = (
-            first.min_length
-            if type(first) is MinLengthLogitsProcessor
-            else first.prompt_length_to_skip + first.min_new_tokens
-        )
+        counts_all = type(first) is MinLengthLogitsProcessor
+        counted = first.min_length if counts_all else first.prompt_length_to_skip + first.min_new_tokens
         min_tokens = max(min_tokens, counted - batch.width)
     return left, min_tokens
 

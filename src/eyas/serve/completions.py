@@ -40,16 +40,12 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, value: Any) -> Any:
-        if not isinstance(value, str) and not _is_ids(value):
-            good = (
-                isinstance(value, list)
-                and value
-                and (all(isinstance(v, str) for v in value) or all(map(_is_ids, value)))
+        listed = value if isinstance(value, list) and value else [None]
+        of_one_kind = _is_ids(value) or all(isinstance(v, str) for v in listed) or all(map(_is_ids, listed))
+        if not isinstance(value, str) and not of_one_kind:
+            raise ValueError(
+                "must be a string, a list of strings, a list of token ids or a list of those, and not empty"
             )
-            if not good:
-                raise ValueError(
-                    "must be a string, a list of strings, a list of token ids or a list of those, and not empty"
-                )
         return value
 
     def prompts(self) -> list[str | list[int]]:
@@ -108,11 +104,9 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     if middles:
         middles[0].end(keywords)
     job = Job(ids, keywords, n, **body.job_fields())
-    echoes = (
-        await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
-        if body.echo
-        else []
-    )
+    echoes = []
+    if body.echo:
+        echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
     dialect = Completion(
         job,
         model,

@@ -178,9 +178,8 @@ async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Re
     service.model_name(body.model)
     if service.pools is None:
         raise bad_request("this server remembers no texts: start it with --recall MIB")
-    texts = (
-        [body.input] if isinstance(body.input, str) or (body.input and isinstance(body.input[0], int)) else body.input
-    )
+    is_one = isinstance(body.input, str) or (body.input and isinstance(body.input[0], int))
+    texts = [body.input] if is_one else body.input
     counts = [await service.in_worker(_add, service, owner_of(request.headers), text) for text in texts]
     return JSONResponse({"object": "corpus", "texts": len(counts), "tokens": sum(counts)})
 

@@ -187,9 +187,9 @@ def _nest(tool: JsonObject, number: int) -> JsonObject:
             f"tool {number} is of type {tool.get('type')!r}: only functions are served here, so turn it off in the client",
             "tools",
         )
-    return (
-        tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-    )
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 async def respond(service: Service, request: Request, body: ResponsesBody) -> Response:

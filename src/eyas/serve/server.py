@@ -17,9 +17,8 @@ from eyas.serve.http import JsonLines
 from eyas.serve.service import Service
 
 FLUSH_SECONDS = 5  # for responses that are generated but not yet read
-IDLE_SECONDS = (
-    620  # of a connection: longer than its other end keeps it, which meets a reset else (Google's proxies: 600)
-)
+# of a connection: longer than its other end keeps it, which meets a reset else (Google's proxies: 600)
+IDLE_SECONDS = 620
 log = logging.getLogger("eyas.serve")
 
 

@@ -14,9 +14,8 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
-    """Return the device of the whole model, or where a device map puts its parts: None; a device for all; one of
-    STRATEGIES;
-    a mapping from parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
+    """Return the device of the whole model, or where a device map puts its parts: one of STRATEGIES, a mapping from
+    parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
     if isinstance(device_map, str) and device_map.endswith(".json"):
         device_map = _read(Path(device_map))
     if isinstance(device_map, Mapping) and list(device_map) == [""]:

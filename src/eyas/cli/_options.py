@@ -258,8 +258,8 @@ class ConfigOptions(Fields):
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
     """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation. A help page
-    shows the
-    options of the methods after --method, or all with --help-all. A command takes the options of every method."""
+    shows the options of the methods after --method, or all with --help-all. A command takes the options of every
+    method."""
     if not isinstance(annotation, type):
         return None
     if issubclass(annotation, ConfigOptions):

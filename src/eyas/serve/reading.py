@@ -76,19 +76,15 @@ class Source:
 
 
 class Reader:
-    """Reads one sequence.
-
-    Attributes:
-        called: whether a call was made: the reason of the end is then "tool_calls".
-        reasoning_tokens: tokens of the reasoning; its marks are not counted.
-        added: text for the end of the prompt, where the answer has a structure: it ends the template's reasoning.
-    """
+    """Reads one sequence."""
 
     def __init__(self, grammar: Grammar, opening: str = "", prefill: str = "") -> None:
         """`opening`: how the template begins the turn. `prefill`: the beginning of the answer that the client gives."""
-        self.called = False
-        self.reasoning_tokens = 0
-        self.added = ""
+        self.called = False  # whether a call was made: the reason of the end is then "tool_calls"
+        self.reasoning_tokens = 0  # without its marks
+        self.added = (
+            ""  # text for the end of the prompt: it ends the template's reasoning where the answer has a structure
+        )
         self._grammar = grammar
         self._source = Source(grammar)
         self._text = ""  # not read yet

@@ -41,8 +41,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Ends after SIGTERM or Ctrl-C, and when the engine has failed.
-    Running answers have `drain_seconds` to end. A second signal gives them up; a third one waits for nothing."""
+    """Ends after SIGTERM or Ctrl-C, and when the engine has failed. Running answers have `drain_seconds` to end. A
+    second signal gives them up; a third one waits for nothing."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)

@@ -29,8 +29,10 @@ class Guard(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self.refusal(scope["path"], Headers(scope=scope), scope) if scope["type"] == "http" else None
-        answer = self.app if refused is None else error_response(refused, scope)
-        await answer(scope, receive, send)
+        if refused is not None:
+            await error_response(refused, scope)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
 
     @abstractmethod
     def refusal(self, path: str, headers: Headers, scope: Scope) -> ApiError | None:

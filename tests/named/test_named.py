@@ -18,11 +18,11 @@ from tokenizers import pre_tokenizers
 import eyas
 import zoo
 from eyas import checkpoints, named, tiny
-from eyas.cli._load import recorded_target
 from eyas.errors import ModelError, OptionError
 from eyas.files import sha256_of_file
 from eyas.named import _smollm2
 from eyas.targets.fingerprints import fingerprint, same_weights
+from eyas_train.commands._targets import recorded_target
 from hub import local_hub
 from quantised_models import write_gguf
 from toy_tokenizer import VOCAB, byte_tokenizer

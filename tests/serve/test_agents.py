@@ -15,13 +15,12 @@ import eyas
 from eyas import tiny
 from eyas.errors import InputError
 from eyas.serve.answers import Answer
-from eyas.serve.blocks import _events
 from eyas.serve.chat import Chat
 from eyas.serve.errors import ApiError, error_of
+from eyas.serve.fields import GenerationBody
 from eyas.serve.messages import Writer
-from eyas.serve.protocol.fields import GenerationBody
 from eyas.serve.records import Delta, Job, Totals
-from eyas.serve.reply import Dialect, _chunks
+from eyas.serve.reply import Choices, events_of
 from eyas.serve.tools import tools_of
 from serving import PROMPTS, TOOL_RESPONSE, Running, running, small_llm, tooled_llm
 
@@ -330,7 +329,7 @@ class Mute:
         return [{"tool_calls": [{"index": 0, "id": "1", "function": function}]}] if delta.finish else []
 
 
-class MuteDialect(Dialect):
+class MuteDialect(Choices):
     """The same as chunks."""
 
     def choice(self, index: int, totals: Totals) -> dict[str, Any]:
@@ -352,9 +351,9 @@ def test_a_call_is_not_written_in_silence(dialect: str, pause: float) -> None:
         answer, job = Answer(1, lambda _: None), Job(((1,),), {})
         for number in range(1, 21):
             loop.call_later(pause * number, answer.put, [Delta(0, "x", (1,), "stop" if number == 20 else None)])
-        chunks = _chunks(MuteDialect(job, "m", "1"), answer, GenerationBody(), 1.0)
-        events = chunks if dialect == "chunks" else _events(Writer(Chat(job, "m", Mute), "1"), answer, 1.0)
-        async for _ in events:
+        chunks = MuteDialect(job, "m", "1", GenerationBody())
+        writer = chunks if dialect == "chunks" else Writer(Chat(job, "m", Mute), "1")
+        async for _ in events_of(writer, answer, 1.0):
             times.append(loop.time())
         answer.close()
 

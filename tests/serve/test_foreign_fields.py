@@ -15,12 +15,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from eyas.serve.chat import ChatBody
+from eyas.serve.completions import CompletionBody, InfillBody
 from eyas.serve.errors import ApiError
+from eyas.serve.fields import REFUSED, WITHOUT_EFFECT, Body, foreign_fields
+from eyas.serve.info import TokenizeBody
 from eyas.serve.messages import MessagesBody
-from eyas.serve.protocol.chat import ChatBody, TokenizeBody
-from eyas.serve.protocol.completions import CompletionBody, InfillBody
-from eyas.serve.protocol.fields import REFUSED, WITHOUT_EFFECT, Body, foreign_fields
-from eyas.serve.protocol.responses import ResponsesBody
+from eyas.serve.responses import ResponsesBody
 from serving import Running
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,6 +11,7 @@ import torch
 import eyas
 from eyas.core.logprobs import TokenLogprobs
 from eyas.serve.completions import Completion
+from eyas.serve.fields import GenerationBody
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.records import Delta, Job
 from serving import PROMPTS, Running
@@ -109,7 +110,7 @@ def test_prompts_in_the_form_of_vllm() -> None:
 def test_a_stream_goes_on_where_it_was() -> None:
     """Offsets of a stream's chunks follow each other, each sequence for itself; the prompt comes
     with the first chunk."""
-    dialect = Completion(Job(((A, B), (B,)), {}), "m", "x", TEXTS, logprobs=True, echoes=["ab", "b"])
+    dialect = Completion(Job(((A, B), (B,)), {}), "m", "x", GenerationBody(), TEXTS, logprobs=True, echoes=["ab", "b"])
     first = Delta(0, "a", (A,), prefill=True, logprobs=(value(A, -1.0),), prompt_logprobs=(None, value(B, -2.0)))
     other = Delta(1, "b", (B,), prefill=True, logprobs=(value(B, -1.0),), prompt_logprobs=(None,))
     second = Delta(0, "bb", (B, B), "length", logprobs=(value(B, -1.0), value(B, -1.5)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import eyas
-from eyas.serve.methods import Methods
-from eyas.serve.pool import DecoderPool, sizes
+from eyas.serve.pool import DecoderPool, Methods, sizes
 
 
 @pytest.fixture(scope="module")

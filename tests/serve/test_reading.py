@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 import eyas
 from eyas.api import TextReader
-from eyas.serve.chat import Chat, prepare
+from eyas.serve.chat import Chat, ChatBody, prepare
 from eyas.serve.errors import ApiError
 from eyas.serve.marks import grammar_of
-from eyas.serve.protocol.chat import ChatBody
 from eyas.serve.reading import Reader
 from eyas.serve.records import Delta, Settings
 from eyas.serve.service import Service

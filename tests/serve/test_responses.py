@@ -12,7 +12,7 @@ import pytest
 
 import eyas
 from eyas.serve.memory import Memory
-from eyas.serve.protocol.responses import messages_of
+from eyas.serve.responses import messages_of
 from serving import PROMPTS, Running, running, tooled_llm
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 24}

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 import eyas
-from eyas.serve.methods import Methods
+from eyas.serve.pool import Methods
 from serving import PROMPTS, Running, running, small_llm
 
 NEW = 20

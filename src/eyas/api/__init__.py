@@ -8,8 +8,7 @@ This module knows prompts, tokenizers and results; it knows no tree and no model
 
 from eyas.api._llm import LLM, Chat, new_policy
 from eyas.api._loading import LOAD_KEYWORDS, load
-from eyas.api._results import Piece, Result, Stats, TextReader
-from eyas.api._stream import Stream
+from eyas.api._results import Piece, Result, Stats, Stream, TextReader
 from eyas.arguments import Prompt
 
 __all__ = [

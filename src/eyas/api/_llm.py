@@ -10,11 +10,11 @@ from typing import Any, Unpack, cast, overload
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eyas.api._results import Answer, Result, TextReader, shorten
-from eyas.api._stream import Stream
+from eyas.api._results import Answer, Result, Stream, TextReader, shorten
 from eyas.arguments import (
     STRUCTURE_KEYWORDS,
     GenerateKeywords,
+    Keywords,
     MediaIds,
     Messages,
     Prompt,
@@ -41,16 +41,13 @@ from eyas.targets.loading import version_of
 from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, has_place_for_tools, render, reply_message, template_keywords
 
-__all__ = ["LLM", "Chat", "new_policy"]
-
 DEFAULT_NEW_TOKENS = 256
 FEATURE_KEYWORDS = ("logits_processor", "prediction", "logprobs", "prompt_logprobs", *STRUCTURE_KEYWORDS)
 
 
 class LLM:
-    """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM
-    decodes. Threads may share it: they use the model by turns, a cycle at a time.
-    """
+    """A target, a drafter and a tokenizer; and a policy, which learns from everything that this LLM decodes. Threads
+    may share it: they use the model by turns, a cycle at a time."""
 
     def __init__(
         self,
@@ -97,12 +94,7 @@ class LLM:
         return {head.method: head.head for head in known if not head.listed}
 
     def view(self, adapter: str) -> tuple[Target, Drafter, Policy | None]:
-        """Return target, drafter and policy of the requests for one adapter; "": for none. The policy of each learns
-        by itself.
-
-        Raises:
-            OptionError: there is no such adapter.
-        """
+        """Return target, drafter and policy of the requests for one adapter; "": for none."""
         with self.target.turn:
             if adapter not in self._views:
                 target = self.target.with_adapter(adapter)
@@ -111,7 +103,6 @@ class LLM:
             return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
-        """Return the adapter that a request asks for, as `Request.adapter`."""
         if name is None:
             return self.target.adapter
         return self.target.with_adapter("" if name == BASE else str(name)).adapter
@@ -213,8 +204,7 @@ class LLM:
     def _answer_each(
         self, answers: Sequence[Answer], batch_size: int | None, reuse: bool = False
     ) -> Iterator[tuple[int, Result]]:
-        """Decode the answers; yields each, with its number, when it is complete. `reuse`: prompts
-        that begin alike are read once."""
+        """Decode the answers; yields each, with its number, when complete. `reuse`: read equal beginnings once."""
         usual = 1 if self.target.device.type == "cpu" else 8
         rows = usual if batch_size is None else whole_number("batch_size", batch_size)
         if not answers:
@@ -297,15 +287,12 @@ class LLM:
     def request(
         self, prompt: Any, *, system: str | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> tuple[Request, TextReader]:
-        """Return the engine's request for a prompt, and the reader that turns its tokens into text.
-        `generate` explains the parameters.
-        """
+        """Return the engine's request for a prompt, and the reader that turns its tokens into text."""
         params = generate_keywords(keywords)
         return self._request(_single(prompt), system, params)
 
-    def _request(self, prompt: Prompt, system: str | None, params: Mapping[str, Any]) -> tuple[Request, TextReader]:
-        """Return what `request` returns, for a prompt of `as_prompts` and all keywords, as `generate_keywords` returns
-        them."""
+    def _request(self, prompt: Prompt, system: str | None, params: Keywords) -> tuple[Request, TextReader]:
+        """Return what `request` returns, for a prompt of `as_prompts` and all keywords."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -329,14 +316,12 @@ class LLM:
         return request, reader
 
     def media_prompt(self, messages: Messages, **template: Any) -> MediaIds:
-        """Return the prompt that the target's processor makes of messages with images. Keywords as in
-        `text.render`."""
+        """Return the prompt that the target's processor makes of messages with images. Keywords as in `text.render`."""
         from eyas.api._media import media_prompt
 
         return media_prompt(messages, self.target.model, **template)
 
-    def _features(self, params: Mapping[str, Any], eos: Collection[int]) -> tuple[RequestFeature, ...]:
-        """Return what the keywords ask for beyond sampling."""
+    def _features(self, params: Keywords, eos: Collection[int]) -> tuple[RequestFeature, ...]:
         given = request_features(params["features"])
         asked = [name for name in FEATURE_KEYWORDS if params[name] is not None]
         if not asked:
@@ -346,7 +331,7 @@ class LLM:
         made = FEATURE.plug_for(" and ".join(asked)).features(params, processors, constraint, prediction)
         return (*made, *given)
 
-    def _constraint(self, params: Mapping[str, Any], eos: Collection[int]) -> Constraint | None:
+    def _constraint(self, params: Keywords, eos: Collection[int]) -> Constraint | None:
         """Return the constraint that the keywords ask for; None where the text is free."""
         asked = {name: params[name] for name in STRUCTURE_KEYWORDS if params[name] is not None}
         if not asked:
@@ -360,14 +345,13 @@ class LLM:
         return self._structures.constraint(structure, eos)
 
     def _prediction(self, given: str | Sequence[int] | None) -> tuple[int, ...]:
-        """Return the token ids of a predicted text."""
         if given is None or isinstance(given, str):
             if given and self.tokenizer is None:
                 raise InputError("this target has no tokenizer: give the prediction as token ids")
             return tuple(encode_part(self.tokenizer, given, "the prediction")) if given and self.tokenizer else ()
         return self.ids(given, raw=True) if len(given) else ()
 
-    def _new_tokens(self, params: Mapping[str, Any], prompt_length: int) -> int:
+    def _new_tokens(self, params: Keywords, prompt_length: int) -> int:
         max_new_tokens: int | None = params["max_new_tokens"]
         if params.get("max_length") is not None:
             if max_new_tokens is not None:
@@ -419,11 +403,9 @@ class LLM:
 
 
 class Chat:
-    """A conversation. Keys and values of earlier turns are used again, up to the first token that
-    differs.
-    """
+    """A conversation. Keys and values of earlier turns are used again, up to the first token that differs."""
 
-    def __init__(self, llm: LLM, system: str | None, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, llm: LLM, system: str | None, keywords: Keywords) -> None:
         self.llm = llm
         self.keywords = generate_keywords(keywords)
         sampling_of(self.keywords)  # impossible values are refused here
@@ -439,8 +421,7 @@ class Chat:
 
     @with_generate_keywords
     def send(self, text: str, **keywords: Unpack[GenerateKeywords]) -> Result:
-        """Send a user's message; append it and the answer to the conversation. `LLM.generate` explains the
-        parameters."""
+        """Send a user's message; append it and the answer to the conversation."""
         stream = None
         try:
             with self.llm.target.turn:
@@ -467,7 +448,7 @@ class Chat:
     def _begin(
         self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
     ) -> tuple[Stream, Callable[[], None]]:
-        """Return the stream of an answer, and what appends it to the conversation; None: the stream does that at its end."""
+        """Return the stream of an answer, and what appends it to the conversation, if the stream does not."""
         if (streaming := self._streaming()) is not None and streaming._open:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written
@@ -480,9 +461,8 @@ class Chat:
         answer = Answer(*self.llm._request([*self.messages, {"role": "user", "content": text}], None, params))
 
         def append() -> None:
-            """Append question and answer to the conversation."""
             if answer.totals.token_ids:
-                reply: Mapping[str, Any] = {"role": "assistant", "content": answer.result().text}
+                reply: Keywords = {"role": "assistant", "content": answer.result().text}
                 if answer.reader.stop_string is None and self.llm.tokenizer is not None:
                     ends = self.llm.eos | answer.request.eos
                     reply = reply_message(self.llm.tokenizer, answer.totals.token_ids, ends)
@@ -499,14 +479,12 @@ class Chat:
         return decoder
 
 
-def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the Sampling among the keywords of `generate`; raise OptionError for impossible values."""
+def sampling_of(params: Keywords) -> Sampling:
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 
 def new_policy(drafter: Drafter, fallback: bool = True, compared: bool = False) -> Policy | None:
-    """Return a policy that has learnt nothing yet; None where nothing plugs in, or there is nothing to decide.
-    `core.sockets.PolicyPlug` explains the parameters."""
+    """Return a policy that has learnt nothing yet, if one plugs in. `core.sockets.PolicyPlug` has the parameters."""
     return None if POLICY.plug is None else POLICY.plug.make_controller(drafter, fallback, compared)
 
 
@@ -520,8 +498,7 @@ def _single(prompt: Any) -> Prompt:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the token ids that end an answer, as transformers finds them: generation config, else model config, else
-    tokenizer."""
+    """Return the token ids that end an answer: of the generation config, else the model config, else the tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import checkpoints, drafters
 from eyas.api._llm import LLM, new_policy
-from eyas.arguments import load_keywords, mode_of, on_or_off, placement_of
+from eyas.arguments import Keywords, load_keywords, mode_of, on_or_off, placement_of
 from eyas.core.drafter import Drafter
 from eyas.core.options import build_options, option_defaults
 from eyas.core.sockets import RUNNER, TARGET, KnownTarget, PlainRunner, Source
@@ -23,8 +23,6 @@ from eyas.errors import CheckpointError, ModelError, OptionError, UnknownOptionE
 from eyas.targets.loading import load_target, pick_device, pick_dtype, target_of
 from eyas.targets.pretrained import DeviceMap, check_config, is_peft_model, read_tokenizer
 from eyas.threads import plain_defaults, release_threads
-
-__all__ = ["LOAD_KEYWORDS", "load"]
 
 DEFAULT_METHODS = {"eagle1": "eagle2"}  # method for a head format, if it is not the format's own
 AUTO = "auto"  # the draft that the list of published heads has for the target
@@ -135,9 +133,7 @@ def load(
         )
 
 
-def _load_drafter(
-    target: Target, draft: Any, method: str | None, options: Mapping[str, Any], draft_with: str | None
-) -> Drafter:
+def _load_drafter(target: Target, draft: Any, method: str | None, options: Keywords, draft_with: str | None) -> Drafter:
     """Return the drafter that `load` asks for; with `draft_with` two, merged."""
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
@@ -164,14 +160,9 @@ def _load_drafter(
 
 
 def _listed_drafter(
-    target: Target, method: str | None, options: Mapping[str, Any], draft_with: str | None
+    target: Target, method: str | None, options: Keywords, draft_with: str | None
 ) -> tuple[str | None, Drafter]:
-    """Return (hub id, drafter) of the first listed head for this target that can be read; the default without a head
-    where none is listed.
-
-    Raises:
-        CheckpointError: heads are listed, and none of them can be fetched and read.
-    """
+    """Return (hub id, drafter) of the first listed head that can be read, else the default without a head."""
     reads = None if method is None else drafters.find(method).head_format
     known = (head for plug in TARGET.plugs for head in plug.heads_for(target))
     heads = [head for head in known if head.listed and reads in (None, head.method)]
@@ -192,7 +183,7 @@ def _listed_drafter(
     return None, _load_drafter(target, None, method, options, draft_with)
 
 
-def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Mapping[str, Any]) -> Drafter:
+def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, options: Keywords) -> Drafter:
     for name in options:
         if not _has(kind, name):
             known = [*option_defaults(kind.Options), *LOAD_KEYWORDS]
@@ -201,11 +192,10 @@ def _build(kind: type[DraftMethod], source: str | Path | None, target: Target, o
 
 
 def _has(kind: type[DraftMethod], option: str) -> bool:
-    """Return whether the method has this option, or an option group of this name."""
     return option.partition(".")[0] in {f.name for f in fields(kind.Options)}
 
 
-def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Mapping[str, Any]) -> None:
+def _check_ready_drafter(draft: Drafter, target: Target, method: str | None, options: Keywords) -> None:
     if method is not None or options or draft.target.model is not target.model:
         raise OptionError(
             "a Drafter brings its own method, options and target: give it alone, on the target that it was made for"
@@ -239,8 +229,6 @@ Loaded = tuple[Target, PreTrainedTokenizerBase | None]
 
 
 class TargetSettings(NamedTuple):
-    """How `load` is to load a target: its own arguments, checked."""
-
     tokenizer: Any
     dtype: str
     device: str
@@ -251,12 +239,6 @@ class TargetSettings(NamedTuple):
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
-    """Return the target and its tokenizer.
-
-    Raises:
-        ModelError: one line that says what is wrong with the target or the tokenizer.
-        OptionError: settings that do not go with such a target.
-    """
     if settings.gguf_file is not None and (known is None or not known.takes_file):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
@@ -299,7 +281,6 @@ def _read(source: Source, settings: TargetSettings) -> Loaded:
 
 
 def _take(model: Any, settings: TargetSettings) -> Loaded:
-    """Take a model that the caller has loaded."""
     if settings.adapters:
         raise OptionError(
             "put the adapter into a model that you loaded by PeftModel.from_pretrained, and give eyas.load the result"
@@ -310,11 +291,7 @@ def _take(model: Any, settings: TargetSettings) -> Loaded:
 
 
 def _tokenizer(given: Any, place: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that the caller names, else the one at `place`, which may be ""; None for False.
-
-    Raises:
-        ModelError: there is no tokenizer where the caller says.
-    """
+    """Return the tokenizer that the caller names, else the one at `place`; None for False."""
     if given is None:
         return read_tokenizer(place, trust_remote_code) if place else None
     if given is False:

@@ -18,8 +18,6 @@ from eyas.targets.media import reads_media
 from eyas.text import check_messages, for_template
 from eyas.text.forms import other_forms
 
-__all__ = ["media_prompt"]
-
 
 def media_prompt(
     messages: Messages,
@@ -30,19 +28,9 @@ def media_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> MediaIds:
-    """Return the prompt that the target's processor makes of messages, by its chat template.
-
-    Args:
-        model: the target's. Its processor is the one in its folder, or at its hub id.
-        add_generation_prompt, continue_final_message, tools: see `text.render`.
-        chat_template_kwargs: variables of the template; booleans only, such as enable_thinking, and none of a
-            processor's steps, such as do_resize. Variables that the template does not have go to
-            the processor, which would read files that other values name.
-
-    Raises:
-        InputError: the model reads text alone, a message is malformed, there is no processor, a
-            package that it needs is missing, or it refuses the messages.
-    """
+    """Return the prompt that the target's processor makes of messages, by its chat template. Keywords as in
+    `text.render`. Variables of the template are booleans, and none of a processor's steps: those that the template
+    does not have go to the processor, which would read files that other values name."""
     if not reads_media(model):
         raise InputError(f"{type(model).__name__} reads text alone: leave the images out of the messages")
     source = getattr(model.config, "name_or_path", "")

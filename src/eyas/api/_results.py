@@ -1,23 +1,22 @@
-"""Answers: results, pieces of streams, figures, and how tokens become text."""
+"""Answers: results, streams with one `Piece` per cycle, figures, and how tokens become text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from eyas.core.engine import Request, Step
+from eyas.core.engine import Decoder, Request, Step
 from eyas.core.totals import StepTotals, tau, tokens_per_second
-from eyas.errors import InputError
+from eyas.errors import EyasError, InputError
 from eyas.text import StopStrings
 
 if TYPE_CHECKING:
     from eyas.core.logprobs import TokenLogprobs
-
-__all__ = ["Answer", "Piece", "Result", "Stats", "TextReader", "shorten"]
 
 SHOWN = 60  # characters of a text that a repr shows
 
@@ -39,7 +38,6 @@ class Stats:
 
     @classmethod
     def from_totals(cls, totals: StepTotals, request: Request) -> Stats:
-        """Return the figures of the steps of one request."""
         return cls(
             cycles=totals.cycles,
             accepted_lengths=tuple(totals.accepted_lengths),
@@ -141,8 +139,6 @@ class TextReader:
 
 
 class Answer:
-    """Collects the Steps of one request: text, token ids and figures."""
-
     def __init__(self, request: Request, reader: TextReader) -> None:
         self.request = request
         self.reader = reader
@@ -166,3 +162,74 @@ class Answer:
         logprobs = None if self.logprobs is None else tuple(self.logprobs)
         text, ids = self.reader.text(), tuple(totals.token_ids)
         return Result(text, ids, totals.finish or "length", stats, logprobs, self.prompt_logprobs)
+
+
+class Stream(Iterator[Piece]):
+    """An answer that is being decoded, piece by piece."""
+
+    _open = False  # until the request is added: `__del__` also runs if `add` fails, or Ctrl-C comes first
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        answer: Answer,
+        at_end: Callable[[], None],
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._answer = answer
+        self._at_end = at_end
+        self._on_step = on_step
+        self._pieces = deque[Piece]()
+        self._error: EyasError | None = None  # raised after the pieces
+        self._request_id = decoder.add(answer.request)
+        self._open = True
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        with self._decoder.target.turn:
+            while not self._pieces:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+                if not self._open:
+                    raise StopIteration
+                self._step()
+            return self._pieces.popleft()
+
+    def _step(self) -> None:
+        try:
+            steps = self._decoder.step()
+        except BaseException:
+            self._open = False
+            self._decoder.cancel(self._request_id)
+            raise
+        for step in steps:
+            if step.request_id == self._request_id:
+                if self._on_step is not None:
+                    self._on_step(step)
+                self._pieces.append(self._answer.add(step))
+                self._error = step.error
+        if self._answer.totals.finish:
+            self._open = False
+            if self._error is None:
+                self._at_end()
+
+    def close(self) -> None:
+        """Cancel the request."""
+        if not self._open:
+            return
+        with self._decoder.target.turn:
+            if self._open:
+                self._open = False
+                self._decoder.cancel(self._request_id)
+                self._at_end()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def result(self) -> Result:
+        """Return the answer so far."""
+        return self._answer.result()

@@ -1,9 +1,6 @@
-"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values.
-
-Accepted are the several ways of writing one thing: tensors, arrays and tokenizer output as prompts,
-numpy numbers, one value where a list is expected, and names of transformers and OpenAI that mean
-exactly the same here. Everything else is an EyasError of one line
-that says what to write instead. This module knows no model, no tokenizer and no decoding.
+"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values: tensors, arrays and tokenizer output as
+prompts, numpy numbers, one value where a list is expected, names of transformers and OpenAI that mean the same here.
+Everything else is an EyasError of one line that says what to write instead.
 """
 
 from __future__ import annotations
@@ -23,13 +20,14 @@ from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
 
 __all__ = [
-    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_draft",
     "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
     "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
     "request_features", "whole_number", "with_generate_keywords",
 ]  # fmt: skip
 
-Messages = Sequence[Mapping[str, Any]]
+Keywords = Mapping[str, Any]
+Messages = Sequence[Keywords]
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,7 @@ that reads more than text."""
 
 
 class GenerateKeywords(TypedDict, total=False):
-    """Keyword parameters that `generate`, `stream`, `chat` and `send` share. `LLM.generate`
-    explains them.
-    """
+    """Keyword parameters that `generate`, `stream`, `chat` and `send` share. `LLM.generate` explains them."""
 
     max_new_tokens: int | None
     temperature: float | None
@@ -130,16 +126,10 @@ MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the proc
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
-    """Return (prompts, whether a single one was given).
-
-    A string, a list of messages and a list of token ids are single prompts; a list of those, and a
-    tensor [B, T], are several. Tensors, arrays and the output of a tokenizer become lists; what its
-    attention mask hides is left out. The output of a processor for a prompt with images becomes
-    `MediaIds`.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return (prompts, whether a single one was given). A string, a list of messages and a list of token ids are
+    single prompts; a list of those, and a tensor [B, T], are several. Tensors, arrays and the output of a tokenizer
+    become lists, without what its attention mask hides. The output of a processor for a prompt with images becomes
+    `MediaIds`."""
     if isinstance(prompt, MediaIds) or (isinstance(prompt, Mapping) and _media_names(prompt)):
         return ([prompt], True) if isinstance(prompt, MediaIds) else _media_ids(prompt)
     prompt = _as_lists(prompt)
@@ -193,13 +183,13 @@ def _as_lists(prompt: Any) -> Any:
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
-def _media_names(prompt: Mapping[str, Any]) -> list[str]:
+def _media_names(prompt: Keywords) -> list[str]:
     """Return the names in a processor's output that are not text, such as pixel_values."""
     names = [name for name, value in prompt.items() if name not in TEXT_ONLY and value is not None]
     return names if "input_ids" in prompt else []
 
 
-def _media_ids(prompt: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
+def _media_ids(prompt: Keywords) -> tuple[list[Prompt], bool]:
     """Return one prompt with images, of a processor's output, and whether its ids are a single list."""
     names = _media_names(prompt)
     if wrong := [name for name in names if not isinstance(prompt[name], Tensor)]:
@@ -240,15 +230,9 @@ def _is_whole(value: object) -> bool:
 # --- generate -------------------------------------------------------------------------------------
 
 
-def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the keywords of `LLM.generate`, all of them, with the defaults where nothing else is given.
-
-    `max_length`, which counts the prompt too, stays among them where it is given.
-
-    Raises:
-        OptionError: a value that cannot be, or a keyword of another library that has no equivalent here.
-        InputError: an unknown keyword.
-    """
+def generate_keywords(given: Keywords, defaults: Keywords | None = None) -> dict[str, Any]:
+    """Return all keywords of `LLM.generate`, with the defaults where nothing else is given. `max_length`, which
+    counts the prompt too, stays among them."""
     keywords = {name: value for name, value in given.items() if value is not None or name not in DEFAULTS}
     for name, ours in SYNONYMS.items():
         if name in keywords:
@@ -283,7 +267,6 @@ def generate_keywords(given: Mapping[str, Any], defaults: Mapping[str, Any] | No
 
 
 def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
-    """Return the temperature that `do_sample` asks for: 0 for False; True needs one above 0."""
     if sample is None:
         return {}
     if not isinstance(sample, bool):
@@ -296,7 +279,6 @@ def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return the value as an int, at least `least`; raise OptionError if it is none."""
     number = plain_number(value)
     if not _is_whole(number) or number < least:
         raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -304,7 +286,6 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_processors(given: Any) -> list[Any]:
-    """Return logits processors as a list: none, a single one, or several."""
     if given is None:
         return []
     if isinstance(given, Iterable) and not isinstance(given, str | type):
@@ -313,7 +294,6 @@ def as_processors(given: Any) -> list[Any]:
 
 
 def request_features(given: Any) -> tuple[RequestFeature, ...]:
-    """Request features as a tuple: a single one, or several."""
     listed = tuple(given) if isinstance(given, Iterable) else (given,)
     if wrong := [each for each in listed if not isinstance(each, RequestFeature)]:
         raise OptionError(f"features are objects of subclasses of eyas.core.requests.RequestFeature, got {wrong[0]!r}")
@@ -321,20 +301,15 @@ def request_features(given: Any) -> tuple[RequestFeature, ...]:
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
-    """Return token ids that end an answer, from an iterable of them."""
-    listed = (
-        None
-        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)
-        else _token_ids(list(_as_lists(given)))
-    )
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    listed = _token_ids(list(_as_lists(given))) if is_list else None
     if listed is None:
         raise OptionError(f"stop_token_ids is a list of token ids, got {given!r}")
     return listed
 
 
 def as_draft(given: Any) -> str | int:
-    """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens; True is "auto", False and 0
-    are "off"."""
+    """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
         return "auto" if value in (True, "auto") else "off"
@@ -364,8 +339,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_generate_keywords(function: F) -> F:
-    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords, with their defaults, instead
-    of `**keywords`."""
+    """Let `help` and `inspect.signature` show the keywords of GenerateKeywords instead of `**keywords`."""
     signature, types = inspect.signature(function), GenerateKeywords.__annotations__
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     names = [name for name in DEFAULTS if name not in signature.parameters]
@@ -382,12 +356,8 @@ def with_generate_keywords(function: F) -> F:
 # --- load -----------------------------------------------------------------------------------------
 
 
-def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
-    """Return (options of the method, dtype, device), with the names that transformers uses understood.
-
-    Raises:
-        OptionError: a keyword of transformers that has no equivalent here.
-    """
+def load_keywords(options: Keywords, dtype: Any, device: Any) -> tuple[dict[str, Any], str, str]:
+    """Return (options of the method, dtype, device), with the names that transformers uses understood."""
     options = dict(options)
     if "torch_dtype" in options:
         if dtype not in ("auto", None):
@@ -400,7 +370,6 @@ def load_keywords(options: Mapping[str, Any], dtype: Any, device: Any) -> tuple[
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype; None is "auto"."""
     if dtype is None:
         return "auto"
     if not isinstance(dtype, str | torch.dtype):
@@ -418,23 +387,15 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
-    """Return "on" and "off" for True and False; "auto" for None."""
-    return (
-        {True: "on", False: "off", None: "auto"}.get(value, value)
-        if value is None or isinstance(value, bool)
-        else value
-    )
+    if value is None or isinstance(value, bool):
+        return {True: "on", False: "off", None: "auto"}[value]
+    return value
 
 
-def mode_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the mode of trees, auto or fixed, and the options of the method alone.
-
-    `tree` with the name of a mode decides. Without it, trees are fixed where an option describes
-    them, else auto. With tree=auto and such options, trees grow no larger than the options allow.
-
-    Raises:
-        OptionError: `tree` is another name.
-    """
+def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:
+    """Return the mode of trees, auto or fixed, and the options of the method alone. `tree` with the name of a mode
+    decides; without it, trees are fixed where an option describes them. With tree=auto they grow no larger than the
+    options allow."""
     mode = options.get("tree")
     if not isinstance(mode, str):
         shaped = any(name.partition(".")[0] in SHAPED for name in options)

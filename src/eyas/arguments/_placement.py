@@ -10,23 +10,12 @@ from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
 from eyas.targets.pretrained import DeviceMap
 
-__all__ = ["placement_of"]
-
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
-    """Return the device of the whole model, or where a device map puts its parts.
-
-    Args:
-        target: as `eyas.load` takes it.
-        device_map: None; a device for the whole model; one of STRATEGIES; a mapping from parts of
-            the model to devices, or the path of a JSON file that holds one.
-        folder: for weights on disk.
-
-    Raises:
-        OptionError: something else, or together with options that contradict it.
-    """
+    """Return the device of the whole model, or where a device map puts its parts: one of STRATEGIES, a mapping from
+    parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
     if isinstance(device_map, str) and device_map.endswith(".json"):
         device_map = _read(Path(device_map))
     if isinstance(device_map, Mapping) and list(device_map) == [""]:

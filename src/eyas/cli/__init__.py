@@ -4,9 +4,9 @@
     _options.py    options that several commands share, and the options of methods
     _errors.py     which exception becomes which line and which exit status
     _files.py      prompts in, results out, line by line
-    _load.py       from options to an LLM; a result as JSON; _adapt.py: with a head that learns
+    _load.py       from options to an LLM, or to workers on Ray; a result as JSON
     _show.py       streamed answers, progress bars, tables
-    _answers.py    prompts that a model answers; _spread.py: work of commands on Ray
+    _answers.py    prompts that a model answers
     tools.py       what authors of commands use of these
 
 Other distributions bring commands by entry points.

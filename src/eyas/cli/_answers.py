@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.cli._files import InvalidLine, Task, differences
 from eyas.cli._load import load, record
-from eyas.cli._options import DraftOptions, TargetOptions
+from eyas.cli._options import DraftOptions, Fields, TargetOptions
 from eyas.errors import EyasError, OptionError
 
 if TYPE_CHECKING:
@@ -17,21 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """A task with its answer."""
-
     task: Task
-    fields: dict[str, Any]  # what --json prints
+    fields: Fields  # what --json prints
     emitted: int  # tokens of draft cycles
     cycles: int
 
 
 class Answerer:
-    """Answers tasks with a model.
-
-    Args:
-        keywords: keywords of `LLM.generate`.
-        batch_size: prompts that are decoded together.
-    """
+    """Answers tasks with a model, `batch_size` of them together."""
 
     def __init__(self, llm: LLM, keywords: Mapping[str, Any], batch_size: int | None) -> None:
         self.llm = llm
@@ -52,7 +45,6 @@ class Answerer:
             yield Answered(valid[i][0], record(self.llm, result), result.stats.tokens, result.stats.cycles)
 
     def _prompt(self, task: Task) -> Prompt:
-        """Return a task's prompt as token ids. Raise EyasError if it cannot be answered."""
         from eyas.arguments import MediaIds
         from eyas.core.engine import Decoder
 
@@ -65,11 +57,7 @@ class Answerer:
 
 @dataclass(frozen=True)
 class MakeAnswerer:
-    """Loads the model in a worker.
-
-    Attributes:
-        first: the first result that is there already; it must have been made with the same target.
-    """
+    """Loads the model in a worker. `first`: the first result that is there, which must be of the same target."""
 
     model: TargetOptions
     draft: DraftOptions
@@ -79,7 +67,6 @@ class MakeAnswerer:
     first: Mapping[str, Any]
 
     def __call__(self) -> Callable[[Sequence[Task]], Iterable[Answered | InvalidLine]]:
-        """Return what answers tasks. Raise EyasError if the options do not fit, or other results are there."""
         llm = load(self.model, self.draft, self.options)
         if other := differences(self.first, described(llm)):
             raise OptionError(
@@ -91,8 +78,7 @@ class MakeAnswerer:
         )
 
 
-def described(llm: LLM) -> dict[str, Any]:
-    """Return what every answer says about the target."""
+def described(llm: LLM) -> Fields:
     from eyas.arguments import dtype_name
 
     target = llm.target

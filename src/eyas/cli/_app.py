@@ -1,10 +1,6 @@
 """From the arguments of `eyas` to a call of a command's function, with cyclopts.
 
-A command is a file of this folder, or a module that another distribution names:
-
-    [project.entry-points."eyas.commands"]
-    mine = "mypackage.mymodule"
-
+A command is a file of this folder, or a module that another distribution names as an entry point of "eyas.commands".
 It defines
 
     command        a function; its docstring is the help, its parameters are the options
@@ -39,8 +35,6 @@ from eyas.cli._load import collector_paused
 from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
 from eyas.errors import near, one_line
 
-__all__ = ["dispatch", "names", "parse"]
-
 HELP = (
     "Make a language model generate faster [bold]without changing its output[/].\n\n"
     "A small draft head proposes a tree of next tokens; the unmodified model verifies all of them "
@@ -67,15 +61,11 @@ def _modules() -> Mapping[str, str]:
 
 
 def names() -> list[str]:
-    """Return the commands: the files of this folder, and those of other distributions."""
     return sorted(_modules())
 
 
 def dispatch(arguments: Sequence[str]) -> int:
-    """Run the command that the arguments name and return its exit status.
-
-    Raises UsageError when the arguments do not fit; whatever the command raises escapes.
-    """
+    """Run the command that the arguments name and return its exit status. Raise UsageError if they do not fit."""
     place = _place(arguments)
     try:
         with collector_paused():  # torch and transformers are imported, for the options of the methods
@@ -89,10 +79,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
-    """Return what to call, the command or its help, with its arguments.
-
-    Raise CycloptsError or UsageError when the arguments do not fit, OptionError for a command that is not installed.
-    """
+    """Return what to call, the command or its help, with its arguments."""
     tokens = [STDIN if token == "-" else token for token in arguments]
     if tokens and tokens[0] not in names() and tokens[0] not in (*HELP_FLAGS, "--version"):
         elsewhere.check("commands", tokens[0], f"eyas {tokens[0]}")
@@ -125,7 +112,6 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
-    """Return the app, with the one command that is asked for, or with all of them."""
     app = App(
         name="eyas",
         help=HELP,
@@ -171,8 +157,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[..., Any]:
-    """Return a stand-in for a command, as cyclopts takes it: placeholders are replaced by dataclasses, and each group
-    of options has a default. On the page of `eyas --help` it has no parameters."""
+    """Return a stand-in for a command, as cyclopts takes it: placeholders are dataclasses, groups have defaults."""
     wants_help = any(token in HELP_FLAGS for token in tokens)
     parameters = []
     for parameter in _signature(function).parameters.values() if tokens and tokens[0] in names() else ():
@@ -197,7 +182,6 @@ def _complete(function: Callable[..., Any], tokens: Sequence[str]) -> Callable[.
 
 
 def _is_optional_group(annotation: Any) -> bool:
-    """Return whether this is a dataclass all of whose fields have defaults."""
     return (
         isinstance(annotation, type)
         and is_dataclass(annotation)
@@ -206,7 +190,6 @@ def _is_optional_group(annotation: Any) -> bool:
 
 
 def _explain(error: cyclopts.CycloptsError) -> str:
-    """Return the error of cyclopts as one line in our words."""
     if isinstance(error, cyclopts.UnknownOptionError):
         name = error.token.keyword or error.token.value
         shown = [argument for argument in error.argument_collection if argument.parse and argument.show]

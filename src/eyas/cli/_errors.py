@@ -53,7 +53,6 @@ def color_text(text: str, color: str, stream: TextIO | None = None) -> str:
 
 
 def note(line: str) -> None:
-    """Print a line of information on stderr."""
     print(f"eyas: {one_line(line)}", file=sys.stderr, flush=True)
 
 
@@ -63,11 +62,7 @@ def problem(line: str) -> None:
 
 
 def exit_status(run: Callable[[], int | None]) -> int:
-    """Run a command and return its exit status.
-
-    Mistakes of the user's and limits of the machine become one line on stderr; every other
-    exception escapes.
-    """
+    """Run a command and return its exit status. Mistakes of the user's and limits become one line on stderr."""
     with _interrupts() as interrupted:
         try:
             with _log_to_stderr():
@@ -139,7 +134,6 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Print what eyas logs as notes."""
     logger = logging.getLogger("eyas")
     handler = _Notes(logging.INFO)
     level = logger.level
@@ -159,8 +153,8 @@ def _discard_output() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed (`eyas generate hi >&-`): the next file to be
-    opened would take its place. Make the output streams never fail on a character."""
+    """Open /dev/null for each closed standard stream, whose place the next file would take. Output never fails on a
+    character."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

@@ -3,10 +3,8 @@
     in    {"prompt": "..."}  |  {"messages": [...]}  |  {"prompt_ids": [...]}     with an optional "id"
     out   {"id": ... or "line": n, and the fields of --json}
 
-A result is appended as one whole line and handed to the system before the next prompt ends, so
-that whatever stops a run leaves whole lines. Half a line at the end of a file (the machine
-stopped) is cut off by the next run, which continues after what is there. One process at a time
-writes into a file.
+A result is appended as one whole line and handed to the system before the next prompt ends. Half a line at the end of a
+file (the machine stopped) is cut off by the next run, which continues there. One process at a time writes into a file.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from eyas.cli._errors import FULL
-from eyas.cli._options import STDIN
+from eyas.cli._options import STDIN, Fields
 from eyas.core.params import is_whole
 from eyas.errors import EyasError, InputError, OptionError, near
 from eyas.files import parse_json
@@ -64,13 +62,8 @@ def _reason(error: OSError, path: Path) -> str:
     return f"cannot be used: {(error.strerror or str(error)).lower()}"
 
 
-# --- input --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Task:
-    """One usable line of the input."""
-
     line: int  # counted from 1
     id: str | int | None
     prompt: Any  # a prompt of LLM.generate
@@ -91,8 +84,6 @@ class Task:
 
 @dataclass(frozen=True)
 class InvalidLine:
-    """A line of the input that cannot be used."""
-
     line: int
     reason: str
 
@@ -114,9 +105,7 @@ def read_tasks(path: str) -> Iterator[Task | InvalidLine]:
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a file, or the rows of a table as JSON."""
-    from eyas.text.chat_files import open_file
-    from eyas.text.sources import as_file, is_parquet, parquet_rows
+    from eyas.text.sources import as_file, is_parquet, open_file, parquet_rows
 
     if path == STDIN:
         yield from sys.stdin.buffer
@@ -145,7 +134,6 @@ def _task(number: int, raw: bytes) -> Task:
 
 
 def _suggestion(fields: Mapping[str, Any]) -> str:
-    """Return the key that was probably meant to be one of ours."""
     close = [(key, hint) for key in fields if (hint := near(key, KINDS)).startswith("did you")]
     return f"; {close[0][0]!r}: {close[0][1]}" if close else ""
 
@@ -160,34 +148,16 @@ def _prompt(kind: str, value: Any) -> Any:
     return value
 
 
-# --- output -------------------------------------------------------------------------------------
-
-
-class Keyed(Protocol):
-    """Something that a result is the result of."""
-
-    @property
-    def key(self) -> Mapping[str, str | int]: ...
-
-
 class Results:
-    """A file that results are appended to, or stdout.
-
-    Args:
-        path: the file; None for stdout.
-        names: the fields that name a result: each result has one of them, as its first field.
-        needs: a field that every result has.
-
-    Used in a `with` block, in which no other process can write into the file. Raises InputError
-    when the file cannot be written or holds something other than results.
-    """
+    """A file that results are appended to, or stdout. In a `with` block no other process can write into the file.
+    `names`: the fields one of which names a result, as its first field. `needs`: a field that every result has."""
 
     def __init__(self, path: str | None, names: Sequence[str] = ("id", "line"), needs: str = "token_ids") -> None:
         self.path = path
         self.names = names
         self.needs = needs
         self.done: dict[str, str | None] = {}  # key of a result -> hash of its prompt
-        self.first: dict[str, Any] = {}  # the first result
+        self.first: Fields = {}  # the first result
         self._files = ExitStack()
 
     def __enter__(self) -> Self:
@@ -205,8 +175,8 @@ class Results:
     def __exit__(self, *raised: object) -> None:
         self._files.close()
 
-    def holds(self, task: Keyed) -> bool:
-        """Return whether a task has its result. Raise OptionError if the result belongs to another prompt."""
+    def holds(self, task: Any) -> bool:
+        """Return whether something with a `key` has its result. Raise OptionError if the result belongs to another prompt."""
         key = json.dumps(task.key)
         made_for = self.done.get(key)
         if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:
@@ -274,19 +244,8 @@ def _is_json(raw: bytes) -> bool:
     return True
 
 
-# --- a run --------------------------------------------------------------------------------------
-
-
 class FileRun:
-    """A run that answers the lines of a file, and counts what it does.
-
-    Args:
-        results: where the answers go.
-        counts: names of what is counted; the first one are the results, which messages call so.
-
-    Raises OptionError, in `refuse_others`, when the file holds results of another target or with
-    other settings.
-    """
+    """A run that answers the lines of a file, and counts what it does; the first of `counts` are the results."""
 
     def __init__(self, results: Results, counts: Sequence[str]) -> None:
         self.results = results
@@ -302,7 +261,6 @@ class FileRun:
         return tau(self.emitted, self.cycles)
 
     def refuse_others(self, differences: Sequence[str]) -> None:
-        """Raise OptionError if this run has other settings than the file."""
         if differences:
             raise OptionError(
                 f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
@@ -315,15 +273,11 @@ class FileRun:
         return f"{self.results_before + self.counts[self.noun]} {self.noun} {where}"
 
     def print_json(self, **figures: float) -> None:
-        """Print the counts and figures as one line."""
         print(json.dumps({**self.counts, "tau": self.tau, **figures, "output": self.results.path}))
 
 
 def differences(there: Any, now: Mapping[str, Any]) -> list[str]:
-    """Describe where the settings in a file differ from the settings of this run.
-
-    there: an object that was read, or nothing. A setting that is not in it is not compared.
-    """
+    """Describe where the settings in a file, if there are any, differ from the settings of this run."""
     recorded = there if isinstance(there, Mapping) else {}
     pairs = [(name, recorded[name], json.loads(json.dumps(value))) for name, value in now.items() if name in recorded]
     return [f"{name} {old} there, {new} now" for name, old, new in pairs if old != new]

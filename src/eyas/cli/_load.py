@@ -1,4 +1,4 @@
-"""From the options of a command to an LLM, and from a result to the JSON that other programs read.
+"""From the options of a command to an LLM, or to workers on Ray, and from a result to the JSON that other programs read.
 
 Heavy imports are inside the functions: the help of a command must not wait for torch.
 """
@@ -6,31 +6,34 @@ Heavy imports are inside the functions: the help of a command must not wait for 
 from __future__ import annotations
 
 import gc
-import json
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from eyas import elsewhere
 from eyas.cli._errors import UsageError, note
-from eyas.cli._options import DraftOptions, FilterOptions, StructureOptions, TargetOptions
+from eyas.cli._options import AdaptOptions, DraftOptions, Fields, FilterOptions, StructureOptions, TargetOptions
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM, Result
     from eyas.core.logprobs import TokenLogprobs
 
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+Given = TypeVar("Given")
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep Python from looking for garbage while libraries and models are loaded: it would find
-    next to none, in a tenth of the time that they take."""
+    """Keep Python from looking for garbage while models are loaded: it takes a tenth of the time and finds none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +77,6 @@ def _is_ours(file: Path) -> bool:
 
 
 def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
-    """Return the LLM that the options describe, with the method's own options."""
     from eyas.api import load as load_llm
 
     arguments = {**asdict(model), **asdict(draft), **options}
@@ -93,40 +95,32 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         raise OptionError(message) from error
 
 
+def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
+    """Return the LLM that the options describe, with a head that learns if they say so."""
+    if not adapt.adapt:
+        if adapt.adapt_save is not None:
+            raise UsageError("--adapt-save needs --adapt")
+        return load(model, draft, options)
+    from eyas.adapt import adapting
+
+    return adapting(load(model, draft, options), share=adapt.adapt_percent / 100)
+
+
+def save_adapted(llm: LLM, options: AdaptOptions) -> None:
+    from eyas.adapt import LearningLLM
+
+    if isinstance(llm, LearningLLM) and options.adapt_save is not None:
+        llm.save_draft(options.adapt_save)
+
+
 def plain_decoding(llm: LLM) -> LLM:
-    """Return an LLM that decodes plainly with the target and the tokenizer of another one."""
     from eyas import drafters
     from eyas.api import LLM
 
     return LLM(llm.target, drafters.find("vanilla").load(None, llm.target), llm.tokenizer)
 
 
-def check_exact(model: TargetOptions) -> None:
-    """Refuse a rounded target and kernels where features are read."""
-    if model.kernels not in ("auto", "off"):
-        raise OptionError(f"--kernels {model.kernels}: features are read by the model's own forward: leave it out")
-    for name in ("weights", "activations"):
-        if getattr(model, name) != "exact":
-            raise OptionError(
-                f"--{name} {getattr(model, name)}: features are read from the target as it is; the head serves a rounded target as well"
-            )
-
-
-def load_target(model: TargetOptions, device: str | None = None) -> LLM:
-    """Return the target by its own forward, with plain decoding: for reading its features."""
-    from dataclasses import replace
-
-    check_exact(model)
-    llm = load(replace(model, kernels="off", device=device or model.device), DraftOptions(method="vanilla"), {})
-    if llm.adapters:
-        raise OptionError(
-            "features are read from one model: give one adapter without a name, --adapter FOLDER, which is merged"
-        )
-    return llm
-
-
 def _owners(option: str) -> list[str]:
-    """Return the methods that have an option."""
     from eyas import drafters
     from eyas.option_texts import list_options
 
@@ -134,7 +128,6 @@ def _owners(option: str) -> list[str]:
 
 
 def need_packages(command: str, extra: str, *packages: str) -> None:
-    """Raise OptionError if a package that an extra brings is not installed."""
     for package in packages:
         try:
             import_module(package)
@@ -143,7 +136,6 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
 
 
 def need_tokenizer(llm: LLM) -> None:
-    """Raise InputError if the target has no tokenizer."""
     if llm.tokenizer is None:
         raise InputError("this target has no tokenizer: name one with --tokenizer")
 
@@ -156,7 +148,7 @@ def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
         )
 
 
-def sampling_of(options: FilterOptions) -> dict[str, Any]:
+def sampling_of(options: FilterOptions) -> Fields:
     """Return the keywords of `LLM.request` from options. Refuses impossible values before a model is loaded."""
     from eyas.core.sampling import Sampling
 
@@ -171,12 +163,11 @@ def sampling_of(options: FilterOptions) -> dict[str, Any]:
     return keywords
 
 
-def structure_of(options: StructureOptions) -> dict[str, Any]:
-    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read
-    before a model is loaded."""
+def structure_of(options: StructureOptions) -> Fields:
+    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read."""
     from eyas import grammar
 
-    structure: dict[str, Any] = {"regex": options.regex, "choice": list(options.choice) or None}
+    structure: Fields = {"regex": options.regex, "choice": list(options.choice) or None}
     if options.grammar is not None:
         structure["grammar"] = text_of(Path(options.grammar), f"cannot read {options.grammar}")
     if options.json_object and options.json_schema:
@@ -192,32 +183,11 @@ def structure_of(options: StructureOptions) -> dict[str, Any]:
 
 
 def text_of(path: Path, failure: str) -> str:
-    """Return the text of a file that an option names; InputError, which begins with `failure`, when
-    it cannot be read."""
+    """Return the text of a file that an option names; the error begins with `failure`."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{failure}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def training_record(folder: Path) -> dict[str, Any]:
-    """Return the training.json of a head's folder; empty when it is missing or broken."""
-    try:
-        record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def recorded_target(record: Mapping[str, Any]) -> str:
-    """Return the folder or hub id of the target in a head's record; empty when it is unknown or
-    embedded. A model with a name of its own goes by its hub id."""
-    from eyas import named
-
-    target = record.get("target")
-    name = str(target.get("name") or "") if isinstance(target, dict) else ""
-    model = named.of_target(name)
-    return name if model is None else model.published
 
 
 def _token_and_number(text: str) -> tuple[int, float]:
@@ -230,7 +200,7 @@ def _token_and_number(text: str) -> tuple[int, float]:
         raise OptionError(f"--logit-bias takes a token id and a number, as in 50256:-100; got {text!r}") from None
 
 
-def record(llm: LLM, result: Result) -> dict[str, Any]:
+def record(llm: LLM, result: Result) -> Fields:
     """Return a result as the object that `--json` prints."""
     from eyas import hardware, named
     from eyas.arguments import dtype_name
@@ -263,6 +233,50 @@ def record(llm: LLM, result: Result) -> dict[str, Any]:
     }
 
 
-def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> dict[str, Any]:
-    """Return log-probabilities as objects, if they were asked for."""
+def _logprobs(name: str, entries: Sequence[TokenLogprobs | None] | None) -> Fields:
     return {} if entries is None else {name: [None if entry is None else asdict(entry) for entry in entries]}
+
+
+@dataclass(frozen=True)
+class Here(Generic[Given]):
+    """A function to call in another process, but in the folder of this one, from which relative paths are meant."""
+
+    function: Callable[..., Given]
+    folder: str = field(default_factory=os.getcwd)
+
+    def __call__(self, *arguments: object) -> Given:
+        with suppress(OSError):  # another machine need not have it
+            os.chdir(self.folder)
+        return self.function(*arguments)
+
+
+def wants_gpu(device: str) -> bool:
+    """Return whether a process whose --device this is takes a GPU."""
+    if device != "auto":
+        return device != "cpu"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def on_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a cluster, or asks with "local" for Ray on this machine."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def cores_for(processes: int) -> int:
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def spread(
+    items: Sequence[Item],
+    make: Callable[[], Callable[[Sequence[Item]], Iterable[Outcome]]],
+    workers: int,
+    device: str,
+) -> Iterator[Outcome]:
+    """Yield the outcomes of items, by workers of Ray's that `make` makes, in the order of the items."""
+    need_packages("--workers", "ray", "ray")
+    ray = elsewhere.part("workers", "--workers")
+    share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(device)))
+    outcomes: Iterator[Outcome] = ray.worked(items, Here(make), share)
+    return outcomes

@@ -1,14 +1,10 @@
-"""Options, declared once: as fields of dataclasses, with their constraints as annotations and their
-help as the docstring below the field. cyclopts reads them.
+"""Options, declared once: as fields of dataclasses, with their constraints as annotations and their help as the
+docstring below the field. cyclopts reads them.
 
-    TargetOptions, DraftOptions, ...     groups of options that several commands share
-    MethodOptions                        placeholder for the options of the methods: `--tree.nodes` is the
-                                         field `nodes` of the field `tree` of a method's `Options`
-    ConfigOptions                        placeholder for the fields of a config, such as `TrainConfig`
-
-The last two are replaced by dataclasses that are made when the command is known (`placeholders`),
-because the options depend on --method and because reading them imports torch. A command then gets
-a mapping that holds only the options which the user gave.
+MethodOptions and ConfigOptions are placeholders for the options of methods (`--tree.nodes` is the field `nodes` of
+the field `tree` of a method's `Options`) and of a config. They are replaced by dataclasses when the command is known
+(`placeholders`): the options depend on --method, and reading them imports torch. A command gets a mapping of the
+options which the user gave.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
+from cyclopts.types import PositiveFloat
 from rich.markup import escape
 
 from eyas.core.params import Sampling
@@ -30,13 +27,14 @@ from eyas.option_texts import Option, field_docstrings, list_options, parse_opti
 
 Options = TypeVar("Options")
 
+Fields = dict[str, Any]  # keywords, or an object of JSON
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
 PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine")
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
-    """Return `Annotated[int, "Sampling", "N"]` in the form that cyclopts reads: the option's panel on the help page,
-    and the name of its value there."""
+    """Return `Annotated[int, "Sampling", "N"]` as cyclopts reads it: with the option's panel and the name of its
+    value."""
     kind, *marks = get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
     parameters = [Parameter(**settings)]
     for mark in marks:
@@ -48,11 +46,8 @@ def annotate(annotation: Any, **settings: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def option_group(kind: type[Options], described: Mapping[str, str] = MappingProxyType({})) -> type[Options]:
-    """Make a class a frozen dataclass whose fields are options; the docstring below a field is its help.
-
-    Args:
-        described: the help of fields that have no docstring below them.
-    """
+    """Make a class a frozen dataclass whose fields are options; the docstring below a field, or `described`, is its
+    help."""
     kind = dataclass(frozen=True, kw_only=True)(kind)
     described = {**described, **field_docstrings(kind)}
     for name, annotation in get_type_hints(kind, include_extras=True).items():
@@ -157,6 +152,18 @@ class DraftOptions:
     draft_weights: DRAFT_WEIGHTS = "exact"
 
 
+@option_group
+class AdaptOptions:
+    """Whether the head learns from what it answers."""
+
+    adapt: Annotated[bool, "Method"] = False
+    """Let the head learn from the answers (EAGLE-3, MTP)."""
+    adapt_percent: Annotated[PositiveFloat, "Method", "N"] = 3.0
+    """Share of drafting time to spend on learning, in percent."""
+    adapt_save: Annotated[str | None, "Method", "FOLDER"] = None
+    """Write the head to this folder at the end."""
+
+
 TEMPERATURE = ("temperature",)
 PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 
@@ -222,10 +229,7 @@ class StructureOptions:
     """Answer with this text or another --choice."""
 
 
-# --- options that depend on the method ---
-
-
-class MethodOptions(dict[str, Any]):
+class MethodOptions(Fields):
     """The method options that were given, by dotted name, where a trained head is used."""
 
     uses: frozenset[str] = frozenset()
@@ -243,7 +247,7 @@ class TrainMethodOptions(MethodOptions):
     uses = frozenset({"new heads only", "training only"})
 
 
-class ConfigOptions(dict[str, Any]):
+class ConfigOptions(Fields):
     """The fields of a dataclass that were given."""
 
     @staticmethod
@@ -253,12 +257,9 @@ class ConfigOptions(dict[str, Any]):
 
 
 def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> type | None:
-    """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation.
-
-    A help page shows the options of the methods that --method names, or of all of them with
-    --help-all. A command that runs takes the options of every method: which method runs may
-    follow from the head.
-    """
+    """Return the dataclass that replaces an annotation of a command; None for an ordinary annotation. A help page
+    shows the options of the methods after --method, or all with --help-all. A command takes the options of every
+    method."""
     if not isinstance(annotation, type):
         return None
     if issubclass(annotation, ConfigOptions):
@@ -271,7 +272,7 @@ def placeholders(annotation: Any, tokens: Sequence[str], wants_help: bool) -> ty
     return _method_class(annotation.uses, named, wants_help)
 
 
-def given(options: Any) -> dict[str, Any]:
+def given(options: Any) -> Fields:
     """Return the options that were given, by dotted name, from an instance of a placeholder's dataclass."""
     if options is None:
         return {}
@@ -290,8 +291,7 @@ def _value_of(option: str, tokens: Sequence[str]) -> str | None:
 
 @functools.cache
 def _method_class(uses: frozenset[str], named: tuple[str, ...], for_help: bool) -> type:
-    """Return a dataclass with the options of the methods, those at dotted paths after --method included; for a help
-    page of named methods, of these alone."""
+    """Return a dataclass with the options of the methods, those at dotted paths after --method included."""
     from eyas import drafters
 
     outside = [name for name in named if "." in name]
@@ -320,7 +320,6 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 
 @functools.cache
 def _config_class(config: type, for_help: bool) -> type:
-    """Return a dataclass with the options that the fields of a config are."""
     shown = (
         replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(config, described=for_help)
     )
@@ -328,10 +327,7 @@ def _config_class(config: type, for_help: bool) -> type:
 
 
 def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> type:
-    """Return a dataclass for cyclopts with a field for each option, None when the option is not given.
-
-    flags: an option of type bool takes no value.
-    """
+    """Return a dataclass with a field for each option, None if it is not given. `flags`: a bool takes no value."""
     declared = []
     for option in options:
         flag = flags and option.annotation is bool
@@ -346,8 +342,6 @@ def _options_class(options: Iterable[Any], panel: str, flags: bool = False) -> t
 
 
 def _value_type(option: Option) -> Any:
-    """Return the type by which cyclopts reads an option's value."""
-
     def numbers(kind: Any, tokens: Sequence[Token]) -> Any:
         try:
             return parse_option(option, tokens[0].value)

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class TimedStream:
-    """Passes the pieces of a streamed answer on and measures the time that decoding them takes.
-
-    Its clock is stopped while the text is shown, or while another stream is read.
-    """
+    """Passes the pieces of a streamed answer on. Its clock is stopped while the text is shown."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -45,12 +42,8 @@ class TimedStream:
 
 
 class Painter:
-    """Splits the text of pieces into drafted and other text.
-
-    A piece's text may come later than its tokens (incomplete characters, the beginning of a stop
-    string): the texts of the tokens wait in a queue, each with its mark, and the text of the
-    pieces is matched against them from the left.
-    """
+    """Splits the text of pieces into drafted and other text. Texts of tokens wait for the text of pieces, which may
+    come later."""
 
     def __init__(self, llm: LLM) -> None:
         from eyas.text import Detokeniser
@@ -86,8 +79,6 @@ def summary(llm: LLM, result: Result) -> str:
 
 
 class ProgressBar:
-    """Shows how much of something is done."""
-
     def __init__(self, display: Progress, total: int | None, unit: str) -> None:
         self.display = display
         self.task = display.add_task("", total=total, text="")
@@ -95,7 +86,6 @@ class ProgressBar:
         self.done = 0
 
     def advance(self, amount: int) -> None:
-        """Note that `amount` more is done."""
         self.show(self.done + amount)
 
     def show(self, done: int, text: str = "", total: int | None = None) -> None:
@@ -108,10 +98,8 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(title: str, total: int | None = None, unit: str = "", hidden: bool = False) -> Iterator[ProgressBar]:
-    """Show a progress bar on stderr, where that is a terminal.
-
-    unit: the things that are counted; their speed is shown, and percents instead of a count.
-    """
+    """Show a progress bar on stderr, where that is a terminal. `unit`: things that are counted, whose speed is
+    shown."""
     from rich import progress
     from rich.console import Console
 

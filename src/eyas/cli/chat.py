@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from eyas.cli._errors import GREEN, color_text, note, problem
 from eyas.cli._load import load, note_no_head, sampling_of
-from eyas.cli._options import AnswerOptions, DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._options import AnswerOptions, DraftOptions, Fields, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, summary
 from eyas.errors import EyasError, InputError, near
 
@@ -56,9 +56,7 @@ def command(
 
 
 class _Conversation:
-    """A conversation with its user."""
-
-    def __init__(self, llm: LLM, options: ChatOptions, keywords: dict[str, Any]) -> None:
+    def __init__(self, llm: LLM, options: ChatOptions, keywords: Fields) -> None:
         self.llm = llm
         self.options = options
         self.keywords = keywords
@@ -70,8 +68,7 @@ class _Conversation:
         self.chat = self.llm.chat(self.options.system, **self.keywords)
 
     def run(self) -> int:
-        """Answer until the user leaves; returns the exit status: 2 when a turn of a piped
-        conversation failed."""
+        """Answer until the user leaves; returns the exit status: 2 when a turn of a piped conversation failed."""
         if self.interactive:
             note(f"{self.llm.target.name} with {self.llm.method}; /help lists commands, Ctrl-D ends")
             with suppress(ImportError):

@@ -1,9 +1,7 @@
-"""`eyas demo`: plain decoding and the best method answer the same prompts side by side; then
-transformers does.
+"""`eyas demo`: plain decoding and the best method answer the same prompts side by side; then transformers does.
 
-Both sides advance a cycle at a time, always the one whose clock is behind, so that the screen shows
-the race as it is: each clock runs only while its side works. Everything is greedy, so all three
-must give the same tokens; a difference is reported.
+Both sides advance a cycle at a time, always the one whose clock is behind: each clock runs only while its side works.
+Everything is greedy, so all three must give the same tokens; a difference is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from cyclopts.validators import Number
 from eyas.cli._errors import Interrupted, note
 from eyas.cli._files import file_errors
 from eyas.cli._load import load, plain_decoding, quiet
-from eyas.cli._options import TREE, VERBOSE, DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._options import TREE, VERBOSE, DraftOptions, Fields, MethodOptions, TargetOptions, option_group
 from eyas.cli._show import Painter, TimedStream, print_table
 from eyas.errors import EyasError, FitError, InputError, ModelError, one_line
 
@@ -108,7 +106,6 @@ def command(*, job: DemoOptions, options: MethodOptions) -> None:
 
 
 def _own_prompts(path: str | None) -> Sequence[str]:
-    """Return the user's prompts; none where he named no file."""
     if path is None:
         return ()
     with file_errors(path, "prompts file"):
@@ -119,8 +116,7 @@ def _own_prompts(path: str | None) -> Sequence[str]:
 
 
 def _target(job: DemoOptions) -> str:
-    """Return what is shown: the named model, or ours, which is fetched if necessary; the embedded one where it cannot
-    be had, and a note says why."""
+    """Return what is shown: the named model, ours, or the embedded one where ours cannot be had."""
     from eyas import named
 
     if job.target is not None:
@@ -134,9 +130,8 @@ def _target(job: DemoOptions) -> str:
         return named.EMBEDDED
 
 
-def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
-    """Return the model with the method. The embedded one, unless the user chose, with a small tree:
-    `auto` has too few cycles to measure."""
+def _best(target: str, job: DemoOptions, options: Fields) -> LLM:
+    """Return the model with the method; the embedded one with a small tree: `auto` has too few cycles to measure."""
     from eyas import drafters, named, tiny
     from eyas.arguments import mode_of
     from eyas.core.options import option_defaults
@@ -154,16 +149,12 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
 
 
 class Answer(NamedTuple):
-    """One side's answer to one prompt."""
-
     token_ids: tuple[int, ...]
     seconds: float
     stats: Stats | None = None  # None: transformers' generate, which drafts nothing
 
 
 class Demo:
-    """Runs rounds, shows them, reports."""
-
     def __init__(self, best: LLM, max_new_tokens: int, console: Console) -> None:
         self.best = best
         self.max_new_tokens = max_new_tokens
@@ -182,7 +173,6 @@ class Demo:
         self.before = snapshot()
 
     def round(self, prompt: str, place: str) -> None:
-        """Let each side answer a prompt."""
         token_ids = self.best.ids(prompt)
         room = self.best.target.context - len(token_ids)
         if room < 2:
@@ -237,7 +227,6 @@ class Demo:
             return new_ids, time.perf_counter() - began
 
     def _compare(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> None:
-        """Note where an answer differs from plain decoding's."""
         from eyas.core.engine import Request
         from eyas.metrics import first_difference, margin
 
@@ -250,7 +239,6 @@ class Demo:
             )
 
     def report(self, left_out: int = 0) -> None:
-        """Print the table of this run's numbers, and what limits them."""
         import torch
 
         from eyas.hardware.machine import busy, used
@@ -276,8 +264,6 @@ class Demo:
 
 
 class Lane:
-    """One side of the race."""
-
     def __init__(self, llm: LLM, prompt: str, length: int) -> None:
         self.name = "plain decoding" if llm.method == "vanilla" else llm.method
         self.stream = TimedStream(llm.stream(prompt, max_new_tokens=length))
@@ -286,14 +272,12 @@ class Lane:
         self.running = True
 
     def advance(self) -> None:
-        """Run one cycle."""
         piece = next(self.stream, None)
         self.running = piece is not None and piece.finish_reason is None
         if piece is not None:
             self.spans += [(text, "green" if drafted else "") for text, drafted in self.painter.split(piece)]
 
     def answer(self) -> Answer:
-        """Return the answer so far."""
         result = self.stream.result()
         return Answer(result.token_ids, result.stats.seconds, result.stats)
 

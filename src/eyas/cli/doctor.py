@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eyas.cli._load import plain_decoding, quiet
-from eyas.cli._options import AS_JSON
+from eyas.cli._options import AS_JSON, Fields
 from eyas.files import CHECKSUMS, sha256_of_folder
 
 GROUP = "Information"
@@ -26,8 +26,6 @@ MARKS = {True: "[green] ok [/]", False: "[red]FAIL[/]", None: "    "}
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
-
     topic: str
     good: bool | None  # None: neither good nor bad
     what: str
@@ -46,8 +44,7 @@ def command(*, as_json: AS_JSON = False) -> int:
     return 1 if broken else 0
 
 
-def _describe(machine: dict[str, Any]) -> Iterator[Finding]:
-    """Yield the machine as lines of the report."""
+def _describe(machine: Fields) -> Iterator[Finding]:
     cpu, memory = machine["cpu"], machine["memory"]
     flags = ", ".join(cpu["flags"]) or "no flags known"
     gpus = [f"{gpu['name']}, {gpu['free_gb']:.1f} of {gpu['total_gb']:.1f} GB free" for gpu in machine["gpus"]]
@@ -70,7 +67,7 @@ def _print(findings: list[Finding], broken: int) -> None:
     console.print(f"[red]{broken} broken[/]" if broken else "[green]all is well[/]")
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Fields:
     import psutil
     import torch
 
@@ -94,7 +91,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _fast_paths() -> dict[str, str]:
-    """Return the facilities here that run a forward pass faster than the model's own code."""
     from eyas import kernels
 
     reason = kernels.why_not()
@@ -102,9 +98,6 @@ def _fast_paths() -> dict[str, str]:
         "compiled kernels (CPU)": reason or f"built and loaded{', with AMX' if kernels.has_amx() else ''}",
         "CUDA graphs": "with --kernels auto or on; --kernels compile adds torch.compile; tried on one H200 only",
     }
-
-
-# --- the installation ---------------------------------------------------------------------------
 
 
 def _requirements() -> list[Finding]:
@@ -138,9 +131,6 @@ def _bfloat16() -> Iterator[Finding]:
 
     if not bfloat16_gain():
         yield Finding("bfloat16", None, f"--dtype bfloat16 without kernels: {BFLOAT16_CURE}")
-
-
-# --- the embedded model -------------------------------------------------------------------------
 
 
 def _find_embedded() -> list[Finding]:

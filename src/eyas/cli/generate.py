@@ -12,23 +12,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from eyas.cli._adapt import AdaptOptions, load_adapted, save_adapted
 from eyas.cli._answers import Answered, Answerer, MakeAnswerer, described
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
 from eyas.cli._files import FileRun, InvalidLine, Results, Task, differences, read_tasks
-from eyas.cli._load import note_no_head, record, sampling_of, structure_of, text_of
+from eyas.cli._load import (
+    load_adapted,
+    note_no_head,
+    record,
+    sampling_of,
+    save_adapted,
+    spread,
+    structure_of,
+    text_of,
+)
 from eyas.cli._options import (
     AS_JSON,
     STDIN,
+    AdaptOptions,
     AnswerOptions,
     DraftOptions,
+    Fields,
     MethodOptions,
     StructureOptions,
     TargetOptions,
     option_group,
 )
 from eyas.cli._show import TimedStream, progress_bar, summary
-from eyas.cli._spread import spread
 from eyas.errors import InputError
 from eyas.files import write_text
 
@@ -137,7 +146,6 @@ def command(
 
 
 def _check(prompt: str | None, inputs: InputOptions) -> None:
-    """Refuse options that exclude or need each other."""
     ways = {"PROMPT": prompt, "--prompt-ids": inputs.prompt_ids, "--input": inputs.input}
     chosen = [name for name, value in ways.items() if value is not None]
     if len(chosen) > 1:
@@ -167,11 +175,10 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
         raise UsageError("--output would write into the file that --input reads: give it another name")
 
 
-def _drafts(inputs: InputOptions) -> dict[str, Any]:
-    """Return the keywords `draft` and `prediction`, if they were given."""
+def _drafts(inputs: InputOptions) -> Fields:
     from eyas.arguments import as_draft
 
-    keywords: dict[str, Any] = {}
+    keywords: Fields = {}
     if inputs.drafting is not None:
         keywords["draft"] = as_draft(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
     if inputs.prediction is not None:
@@ -193,11 +200,6 @@ def _prompt(text: str | None, prompt_ids: str | None) -> str | list[int]:
 
 
 def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
-    """Return the prompt as `LLM.generate` takes it: with images, a message that holds them.
-
-    Raises:
-        InputError: an image that is not there.
-    """
     if not images:
         return prompt
     if missing := next((path for path in images if not Path(path).expanduser().is_file()), None):
@@ -209,13 +211,12 @@ def _with_images(prompt: str | list[int], images: Sequence[str]) -> Any:
 def _answer_one(
     llm: LLM,
     prompt: Any,
-    keywords: dict[str, Any],
+    keywords: Fields,
     as_json: bool,
     model: TargetOptions,
     draft: DraftOptions,
     view: CycleView | None,
 ) -> None:
-    """Answer one prompt: streamed, or as one JSON object."""
     on_step = None if view is None else view.watch(llm)
     stream = TimedStream(llm.stream(prompt, on_step=on_step, **keywords))
     stopped = False
@@ -238,7 +239,7 @@ def _answer_one(
         note(summary(llm, result))
 
 
-def _answer_several(llm: LLM, prompt: Any, keywords: dict[str, Any], inputs: InputOptions) -> None:
+def _answer_several(llm: LLM, prompt: Any, keywords: Fields, inputs: InputOptions) -> None:
     """Answer one prompt several times: the texts one below the other, or one JSON object with the results."""
     results = llm.generate(prompt, n=inputs.n, batch_size=inputs.batch_size, **keywords)
     if inputs.as_json:
@@ -255,16 +256,13 @@ def _shown(llm: LLM, answer: Piece | Result) -> str:
 
 
 class _Run(FileRun):
-    """Answers the prompts of a file."""
-
-    def __init__(self, results: Results, inputs: InputOptions, keywords: dict[str, Any]) -> None:
+    def __init__(self, results: Results, inputs: InputOptions, keywords: Fields) -> None:
         super().__init__(results, ("results", "skipped", "bad", "tokens"))
         self.inputs = inputs
         self.keywords = keywords
 
     def remaining(self, items: Sequence[Task | InvalidLine]) -> list[Task]:
-        """Return the tasks that have no result yet. Raise OptionError if the results belong to other
-        prompts or settings."""
+        """Return the tasks that have no result yet; refuse results of other prompts or settings."""
         self.refuse_others(differences(self.results.first.get("settings"), self.keywords))
         tasks = []
         for item in items:
@@ -316,22 +314,13 @@ class _Run(FileRun):
 
 
 class CycleView:
-    """Collects the cycles of one answer and writes them into a file.
-
-    Args:
-        path: the file. One that is there already is replaced.
-        prompt: shown as the prompt; token ids are shown as numbers.
-        system: the system message, if there is one.
-
-    Raises:
-        InputError: nothing can be written there. This is checked before anybody waits for an answer.
-    """
+    """Collects the cycles of one answer and writes them into a file, which is checked before anybody waits."""
 
     def __init__(self, path: str, prompt: str | Sequence[int], system: str | None) -> None:
         self.path = Path(path)
         self.prompt = prompt if isinstance(prompt, str) else ", ".join(map(str, prompt))
         self.system = system
-        self._cycles: list[dict[str, Any]] = []
+        self._cycles: list[Fields] = []
         folder = self.path.parent
         if self.path.is_dir():
             raise InputError(f"output file {path!r} is a folder")
@@ -348,7 +337,6 @@ class CycleView:
         return lambda step: self._cycles.append(writer.write(step))
 
     def write(self, llm: LLM, result: Result) -> None:
-        """Write the page. Raise InputError when that fails."""
         from eyas.serve.page import one_file
 
         data = {

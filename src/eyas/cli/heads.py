@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from eyas.cli._load import quiet
-from eyas.cli._options import AS_JSON
+from eyas.cli._options import AS_JSON, Fields
 
 if TYPE_CHECKING:
     from eyas.named import FittingHead
@@ -67,7 +67,7 @@ def _fitting(model: str) -> list[FittingHead]:
     return own + (named.fitting_heads(known.published, {}) if known.published else [])
 
 
-def _config(model: str) -> dict[str, Any]:
+def _config(model: str) -> Fields:
     """Return the text config of a model; empty where it cannot be had: then its name alone says what fits."""
     from transformers import AutoConfig
 

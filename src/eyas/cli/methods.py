@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from eyas.cli._options import AS_JSON
+from eyas.cli._options import AS_JSON, Fields
 
 GROUP = "Information"
 OWN_METHOD = "A method of your own: --method mypackage.mymodule, a module that defines Method, a subclass of eyas.drafters.Drafter."
@@ -38,7 +38,7 @@ def command(
         print(_fold(OWN_METHOD))
 
 
-def _describe(name: str) -> dict[str, Any]:
+def _describe(name: str) -> Fields:
     from eyas import drafters
     from eyas.core.options import option_defaults
 
@@ -52,8 +52,7 @@ def _describe(name: str) -> dict[str, Any]:
     }
 
 
-def _text(method: dict[str, Any], in_full: bool) -> str:
-    """Return a method as a paragraph that fits the terminal."""
+def _text(method: Fields, in_full: bool) -> str:
     from eyas import drafters
     from eyas.option_texts import list_options
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from eyas import elsewhere
-from eyas.cli._adapt import AdaptOptions, load_adapted
 from eyas.cli._errors import UsageError
-from eyas.cli._load import need_packages, note_no_head
-from eyas.cli._options import DraftOptions, MethodOptions, TargetOptions, option_group
+from eyas.cli._load import load_adapted, need_packages, note_no_head
+from eyas.cli._options import AdaptOptions, DraftOptions, MethodOptions, TargetOptions, option_group
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from eyas.recall import Pools
     from eyas.serve.records import Settings
     from eyas.serve.service import Service
-
-__all__ = ["ServeArguments", "command", "loaded_app"]
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -95,8 +92,6 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """All options of the command."""
-
     server: ServeOptions
     adapt: AdaptOptions
     model: TargetOptions
@@ -127,7 +122,6 @@ def command(
 
 
 def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
-    """Return the application with its model loaded, and the service behind it."""
     from eyas.adapt import Heads
     from eyas.serve.app import make_app
     from eyas.serve.auth import allowed_hosts
@@ -146,7 +140,6 @@ def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
 
 
 def pools_of(options: ServeOptions) -> Pools | None:
-    """Return the texts that requests are drafted from; None if nothing is remembered."""
     from eyas.recall import Pools
 
     if options.recall is None:
@@ -159,7 +152,6 @@ def pools_of(options: ServeOptions) -> Pools | None:
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
-    """Return the settings of a server for this model."""
     from eyas.serve.records import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]

@@ -1,11 +1,9 @@
 """Tokens of all rows in step, as the loop of transformers hands them to stopping criteria and streamers.
 
-The engine's rows advance at different speeds, several tokens at a time. Here token t of every row
-is looked at together, as soon as all rows have it: first the criteria are called with the texts of
-the whole batch up to token t, then the streamer gets the tokens. Where that ends a row, what it has
-decoded beyond is dropped.
+The engine's rows advance at different speeds. Here token t of every row is looked at together, as soon as all rows
+have it: first by the criteria, then by the streamer. Where that ends a row, what it has decoded beyond is dropped.
 
-This module knows no model. Letters: B rows, T tokens of the widest prompt, V vocabulary.
+Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,20 +21,9 @@ from eyas.errors import EyasError
 from eyas.hooks.sampling import Distribution
 from eyas.metrics import StepTotals
 
-__all__ = ["Lockstep", "decode"]
-
 
 class Lockstep:
-    """The texts of a batch, token by token.
-
-    Attributes:
-        columns: the tokens of all rows, [B] each; rows that have ended have padding there, if `pad`
-            is set.
-        scores, logits: float32 [B, V] for each column: processed, and raw; zeros in rows that have
-            ended, if `pad` is set.
-        pad: the padding token; None: rows that have ended are decoded until all have.
-        finished: no row goes on.
-    """
+    """The texts of a batch, token by token."""
 
     def __init__(
         self,
@@ -48,25 +35,21 @@ class Lockstep:
     ) -> None:
         self.distribution, self.processors, self.criteria, self.streamer = distribution, processors, criteria, streamer
         wanted = bool(config.return_dict_in_generate)
-        self.wants_scores, self.wants_logits = (
-            wanted and bool(config.output_scores),
-            wanted and bool(config.output_logits),
-        )
+        self.wants_scores = wanted and bool(config.output_scores)
+        self.wants_logits = wanted and bool(config.output_logits)
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         pad: Tensor | None = getattr(config, "_pad_token_tensor", None)
+        # None: rows that have ended are decoded until all have
         self.pad = int(pad) if pads and pad is not None else None
         ids_BT = distribution.batch.ids_BT
         self.ended = [False] * len(ids_BT)
-        self.columns: list[list[int]] = []
-        self.scores: tuple[Tensor, ...] = ()
+        self.columns: list[list[int]] = []  # the tokens of all rows; padding in rows that have ended
+        self.scores: tuple[Tensor, ...] = ()  # float32 [B, V] for each column; zeros in rows that have ended
         self.logits: tuple[Tensor, ...] = ()
         self._undelivered = [deque[tuple[int, Tensor | None]]() for _ in self.ended]
-        room = (
-            ids_BT.new_empty(len(ids_BT), distribution.max_new_tokens)
-            if distribution.custom_criteria or self.wants_scores
-            else ids_BT[:, :0]
-        )
-        self._texts = torch.cat([ids_BT, room], 1)
+        keeps_texts = distribution.custom_criteria or self.wants_scores
+        room = distribution.max_new_tokens if keeps_texts else 0
+        self._texts = torch.cat([ids_BT, ids_BT.new_empty(len(ids_BT), room)], 1)
 
     @property
     def finished(self) -> bool:
@@ -74,7 +57,6 @@ class Lockstep:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the engine's steps must have the raw logits."""
         return self.wants_scores or self.wants_logits
 
     @property
@@ -83,7 +65,6 @@ class Lockstep:
         return self.distribution.custom_criteria or self.streamer is not None
 
     def feed(self, row: int, step: Step) -> None:
-        """Take in the tokens that the engine has decoded for the row."""
         raw = step.extra.get("logits")
         logits = [None] * len(step.tokens) if raw is None else list(raw.clone())
         self._undelivered[row].extend(zip(step.tokens, logits, strict=True))
@@ -134,7 +115,6 @@ class Lockstep:
             self.scores += (self.processors(self._seen, logits_BV.clone()),)  # type: ignore[arg-type]
 
     def _ends(self, tokens: list[int]) -> list[bool]:
-        """Return for each row whether it ends with the newest column."""
         if self.distribution.custom_criteria:
             ends: list[bool] = self.criteria(self._seen, self.scores if self.wants_scores else None).tolist()
             return ends

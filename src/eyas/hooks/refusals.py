@@ -6,16 +6,14 @@ compile_config, prefill_chunk_size) changes no text, and is accepted. This modul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from eyas.arguments import Keywords
 from eyas.errors import ModelError, OptionError
 from eyas.targets.media import describes_media, tells_nothing
-
-__all__ = ["check_call", "media_of", "refused"]
 
 WAY_OUT = "leave it out, or call generate without eyas (eyas.detach(model))"
 MODES = {
@@ -39,23 +37,11 @@ ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
 
 
 def refused(name: str, why: str) -> OptionError:
-    """Return the error for an argument of generate that eyas does not serve."""
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
-def check_call(
-    model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
-    """
-    Args:
-        config: as generate has prepared it.
-        model_kwargs: keyword arguments for the model's forward.
-        given: local variables of generate: its arguments.
-
-    Raises:
-        ModelError: an encoder-decoder.
-        OptionError: something that eyas cannot keep.
-    """
+def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Keywords, given: Keywords) -> None:
+    """Refuse what eyas cannot keep. `given`: local variables of generate, its arguments."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
     mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))
@@ -76,7 +62,7 @@ def check_call(
     _check_cache(model_kwargs.get("past_key_values"), given)
 
 
-def media_of(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def media_of(model: PreTrainedModel, model_kwargs: Keywords) -> dict[str, Any]:
     """Return the inputs of the model's forward beyond a prompt's text, such as its images; empty for plain text."""
     given = {name: value for name, value in model_kwargs.items() if name not in PREPARED and value is not None}
     if all(tells_nothing(model, name, value) for name, value in given.items()):
@@ -86,8 +72,7 @@ def media_of(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[st
     return {**given, "position_ids": positions} if positions is not None and positions.ndim == 3 else given
 
 
-def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise OptionError for inputs that eyas does not read."""
+def _check_inputs(model: PreTrainedModel, model_kwargs: Keywords) -> None:
     media = media_of(model, model_kwargs)
     for name, value in media.items():
         if not describes_media(name, value) or not (isinstance(value, Tensor) or name == ENCODED):
@@ -97,8 +82,7 @@ def _check_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> No
         raise refused(min(media), "prompts with images are read one by one, and this batch has several rows")
 
 
-def _check_cache(cache: Any, given: Mapping[str, Any]) -> None:
-    """Raise OptionError for a cache that the caller has handed in."""
+def _check_cache(cache: Any, given: Keywords) -> None:
     own = (given.get("kwargs") or {}).get("past_key_values")
     filled = isinstance(cache, Cache) and cache.get_seq_length() > 0
     if own is not None or filled or getattr(cache, "_is_user_defined", False):

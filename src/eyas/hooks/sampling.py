@@ -44,8 +44,6 @@ from eyas.core.sockets import FEATURE
 from eyas.errors import InputError
 from eyas.hooks.refusals import refused
 
-__all__ = ["Batch", "Distribution"]
-
 MAX_SEED = 2**63 - 1  # seeds are below it
 
 
@@ -66,8 +64,7 @@ class Distribution:
     def from_call(
         cls, batch: Batch, config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList
     ) -> Distribution:
-        """Return the distribution of a call. Seeds are drawn from torch's generator, so
-        `torch.manual_seed` decides what is sampled."""
+        """Return the distribution of a call. Seeds are drawn from torch's generator."""
         if any("ClassifierFreeGuidance" in type(processor).__name__ for processor in processors):
             raise refused("guidance_scale", "it runs the model a second time, on a text of its own")
         length, eos, others = _stopping_rules(criteria)
@@ -119,8 +116,7 @@ class Distribution:
 
 
 class _InBatch:
-    """A processor that sees a row's text after the row's padding; and, where it may tell rows
-    apart, as that row of a batch whose rows all hold this text."""
+    """A processor that sees a row's text after its padding; where it may tell rows apart, as that row of a batch."""
 
     def __init__(self, processor: Any, padding_1T: Tensor, rows: int, row: int) -> None:
         self.processor, self.padding_1T = processor, padding_1T
@@ -134,8 +130,7 @@ class _InBatch:
 
 
 def _may_know_rows(processor: Any) -> bool:
-    """Return whether a processor may treat the rows of a batch differently, as those from other
-    libraries, and three of transformers."""
+    """Return whether a processor may treat rows differently: those from other libraries, and three of transformers."""
     kind = type(processor)
     own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith(
         "Encoder"
@@ -144,8 +139,7 @@ def _may_know_rows(processor: Any) -> bool:
 
 
 def _stopping_rules(criteria: StoppingCriteriaList) -> tuple[int, frozenset[int], bool]:
-    """Return (the most tokens of a row, padding and prompt included; token ids that end it; whether there are other
-    criteria)."""
+    """Return (most tokens of a row with padding and prompt, ids that end it, whether there are other criteria)."""
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     ends = [criterion for criterion in criteria if type(criterion) is EosTokenCriteria]
     eos = frozenset(int(token) for criterion in ends for token in criterion.eos_token_id.flatten().tolist())
@@ -157,32 +151,21 @@ def _take_leading(
 ) -> tuple[list[Any], int]:
     """Return (the processors after those that the engine does first, its min_tokens); writes into `settings`."""
     left, min_tokens = list(processors), 0
-    if (
-        left
-        and type(left[0]) is RepetitionPenaltyLogitsProcessor
-        and _hides_padding(left[0].prompt_ignore_length, batch)
-    ):
+    first = left[0] if left else None
+    if type(first) is RepetitionPenaltyLogitsProcessor and _hides_padding(first.prompt_ignore_length, batch):
         settings["repetition_penalty"] = float(left.pop(0).penalty)
     while left and type(left[0]) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
         if frozenset(torch.as_tensor(left[0].eos_token_id).flatten().tolist()) != eos:
             break
         first = left.pop(0)
-        counted = (
-            first.min_length
-            if type(first) is MinLengthLogitsProcessor
-            else first.prompt_length_to_skip + first.min_new_tokens
-        )
+        counts_all = type(first) is MinLengthLogitsProcessor
+        counted = first.min_length if counts_all else first.prompt_length_to_skip + first.min_new_tokens
         min_tokens = max(min_tokens, counted - batch.width)
     return left, min_tokens
 
 
 def _hides_padding(ignored: Any, batch: Batch) -> bool:
-    """Return whether a repetition penalty leaves out the padding of every row and nothing else, as
-    the engine does.
-
-    Args:
-        ignored: number of leading tokens of each row that the penalty leaves out.
-    """
+    """Return whether a repetition penalty leaves out each row's padding and nothing else, as the engine does."""
     if isinstance(ignored, Tensor):
         return tuple(ignored.tolist()) == batch.padding
     return ignored is None and not any(batch.padding)
@@ -210,7 +193,6 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Tokens of a row, the padding included."""
         return int(self.ids_BT.shape[1])
 
     @classmethod
@@ -221,16 +203,7 @@ class Batch:
         positions: Tensor | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Batch:
-        """
-        Args:
-            mask_BT: 0 for padding; None without padding.
-            positions: position_ids [B or 1, T], checked against the mask; with media [3, B, T], which are not
-                checked.
-            media: inputs of the model's forward that describe images.
-
-        Raises:
-            InputError: a mask that hides more than padding on the left, or other positions.
-        """
+        """Read a batch; raise InputError for a mask that hides more than padding on the left, or other positions."""
         rows, width = ids_BT.shape
         if mask_BT is None:
             padding = [0] * rows

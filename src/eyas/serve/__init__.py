@@ -5,23 +5,20 @@
     pool.py          the Decoders of that thread, by method and by number of rows
     answers.py       the asyncio side of one request: what the thread has generated so far
     cycles.py        from the Decoder's Steps to objects for the page
-    methods.py       the drafting methods that a request may choose
     metrics.py       counters for Prometheus; figures of the last seconds as JSON for the page
 
-    protocol/        the bodies of requests as pydantic models
-    completions.py (and llama.cpp's /infill), chat.py, responses.py, messages.py (Anthropic's), info.py
-                     one dialect or concern each: from a body to the internal request, and from the stream to a response
-    tokens.py        texts as tokens, and texts to draft from; heads.py: another draft head, while the server runs
-    service.py, reply.py, blocks.py
-                     what the dialects share
+    completions.py (and llama.cpp's /infill), chat.py, responses.py, messages.py (Anthropic's)
+                     one dialect each: its bodies, from a body to the internal request, and from the stream to a response
+    info.py          endpoints that generate nothing
+    service.py, fields.py, reply.py
+                     what the dialects share: prompts and jobs; fields of bodies; whole responses and events
     tools.py, images.py, middle.py, logprobs.py, memory.py
                      functions that a model may call, images, prompts for the middle of a text, log-probabilities as
                      clients read them, earlier responses
     reading.py       an answer in parts: content, reasoning, calls; marks.py: the marks by which each family of models
                      tells them apart; calls.py: from the text of a call to a function and its arguments
-    stream.py        server-sent events, keep-alive, clients that hang up
-    errors.py, auth.py, limits.py, access.py, bodies.py
-                     errors in OpenAI's form, keys and host names, sizes, request ids and the access log, reading bodies
+    errors.py, auth.py, http.py
+                     errors in each dialect's form; keys and host names; request ids, the access log, reading bodies
     page/            the page: HTML, CSS and JavaScript modules, served as they are
     app.py           the routes; server.py: uvicorn, SIGTERM and the end of the process
 

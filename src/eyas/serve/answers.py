@@ -9,21 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from eyas.serve.records import Delta
 
-__all__ = ["Answer", "Silence"]
-
-
-class Silence:
-    """Marks a place in the stream before which the client has read nothing for some seconds."""
-
 
 class Answer:
-    """The text generated for one job, for a single reader.
-
-    Args:
-        count: sequences of the job.
-        cancel: gives up what is left of the job.
-        join: whether several Deltas of a sequence that a slow reader has not taken yet become one.
-    """
+    """The text generated for one job, for a single reader. `join`: Deltas that have not been taken yet become one."""
 
     def __init__(self, count: int, cancel: Callable[[Answer], None], join: bool = True) -> None:
         self.count = count
@@ -44,15 +32,9 @@ class Answer:
         """Note that the client is written to: not every Delta can be read by it, such as the pieces of a call."""
         self._written = asyncio.get_running_loop().time()
 
-    async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | Silence]:
-        """Yield each Delta until every sequence has ended. Close the Answer afterwards.
-
-        Args:
-            keep_alive: seconds without `written` after which a Silence is yielded.
-
-        Raises:
-            Exception: the error of a sequence.
-        """
+    async def deltas(self, keep_alive: float | None = None) -> AsyncIterator[Delta | None]:
+        """Yield each Delta until every sequence has ended, and None after `keep_alive` seconds without
+        `written`. Raise the error of a sequence. Close the Answer afterwards."""
         self.written()
         while self._open:
             if keep_alive is not None and self._timer is None:
@@ -64,10 +46,9 @@ class Answer:
                 self._open -= delta.finish is not None
                 yield delta
             if self._open and self._timer is None and keep_alive is not None:
-                yield Silence()
+                yield None
 
     def close(self) -> None:
-        """Give up what has not ended."""
         if self._timer is not None:
             self._timer.cancel()
         if self._open:
@@ -75,8 +56,7 @@ class Answer:
             self._cancel(self)
 
     def _check_silence(self, seconds: float) -> None:
-        """Wake the reader after `seconds` in which the client read nothing. One timer serves many Deltas: to set one
-        for each would cost more than to send it."""
+        """Wake the reader after silence. One timer serves many Deltas: setting one costs more than sending one."""
         loop = asyncio.get_running_loop()
         left = self._written + seconds - loop.time()
         self._timer = loop.call_later(left, self._check_silence, seconds) if left > 0 else None

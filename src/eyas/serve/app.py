@@ -12,30 +12,24 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
-from eyas.serve import chat, completions, errors, heads, info, messages, responses, tokens
-from eyas.serve.access import AccessLog
+from eyas.serve import chat, completions, errors, info, messages, responses
 from eyas.serve.auth import HostCheck, KeyCheck
-from eyas.serve.bodies import add_route
-from eyas.serve.limits import BodyLimit
+from eyas.serve.fields import Body
+from eyas.serve.http import AccessLog, BodyLimit, add_route
 from eyas.serve.page.routes import router as page_router
-from eyas.serve.protocol.chat import ChatBody, CorpusBody, DetokenizeBody, DraftBody, TokenizeBody
-from eyas.serve.protocol.completions import CompletionBody, InfillBody
-from eyas.serve.protocol.fields import Body
-from eyas.serve.protocol.responses import ResponsesBody
 from eyas.serve.service import Service
 
-__all__ = ["make_app"]
-
-
 ROUTES: dict[str, tuple[type[Body], Callable[[Service, Request, Any], Awaitable[Response]]]] = {
-    "/v1/completions": (CompletionBody, completions.complete),
-    "/v1/chat/completions": (ChatBody, chat.chat),
-    "/v1/responses": (ResponsesBody, responses.respond),
-    "/infill": (InfillBody, completions.infill),
-    "/v1/corpora": (CorpusBody, tokens.add_corpus),
-    "/v1/draft": (DraftBody, heads.replace_draft),
-    "/tokenize": (TokenizeBody, tokens.tokenize),
-    "/detokenize": (DetokenizeBody, tokens.detokenize),
+    "/v1/completions": (completions.CompletionBody, completions.complete),
+    "/v1/chat/completions": (chat.ChatBody, chat.chat),
+    "/v1/responses": (responses.ResponsesBody, responses.respond),
+    "/infill": (completions.InfillBody, completions.infill),
+    "/v1/corpora": (info.CorpusBody, info.add_corpus),
+    "/v1/draft": (info.DraftBody, info.replace_draft),
+    "/tokenize": (info.TokenizeBody, info.tokenize),
+    "/detokenize": (info.DetokenizeBody, info.detokenize),
+    "/v1/messages": (messages.MessagesBody, messages.messages),
+    "/v1/messages/count_tokens": (messages.CountBody, messages.count_tokens),
 }
 
 
@@ -46,14 +40,8 @@ def make_app(
     hosts: Sequence[str] = (),
     docs: bool = False,
 ) -> FastAPI:
-    """Return the application.
-
-    Args:
-        keys: one of them is needed, if there are any.
-        origins: origins of web pages that may use the server from a browser.
-        hosts: names by which the server answers; (): any.
-        docs: whether /docs shows FastAPI's page of the interface, whose scripts come from the network.
-    """
+    """Return the application, which needs one of the keys and answers by these host names, if there are any.
+    `docs`: /docs shows FastAPI's page of the interface, whose scripts come from the network."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -93,7 +81,6 @@ def make_app(
     app.include_router(info.router(service))
     for path, (kind, answer) in ROUTES.items():
         add_route(app.router, path, kind, partial(answer, service))
-    app.include_router(messages.router(service))
     app.include_router(page_router)
     _describe(app)
     return app

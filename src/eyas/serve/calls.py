@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["Function", "UnfinishedError", "functions_of", "read_calls"]
+from eyas.serve.errors import JsonObject
 
+Schemas = Mapping[str, Any]
 Function = dict[str, str]  # "name", and "arguments" as JSON
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks inside of strings
 BETWEEN = re.compile(r"[\s;,`]*")  # after a JSON value
@@ -39,7 +40,7 @@ NEXT_KEY = r"<(?:｜DSML｜)?(?:parameter[= ]|arg_key>)"
 VALUE_END = re.compile(  # with group 1 where a call goes on after it; or a key inside of a value
     rf"</(?:｜DSML｜)?(?:parameter|arg_value)>(?=(\s*(?:{NEXT_KEY}|</(?:｜DSML｜)?(?:function|invoke)>|\Z))?)|{NEXT_KEY}"
 )
-TYPES: Mapping[str, Any] = {
+TYPES: Schemas = {
     "integer": int, "number": int | float, "null": type(None), "object": dict, "array": list,
 }  # fmt: skip
 WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, as models write them
@@ -49,17 +50,10 @@ class UnfinishedError(ValueError):
     """The text ends inside of an argument: a mark that follows is a part of it."""
 
 
-def read_calls(text: str, tools: Mapping[str, Any], last: bool = False) -> list[Function]:
-    """Return the functions that a text calls; [] for JSON that is not a call.
-
-    Args:
-        tools: schemas of the arguments by function: they say which texts are numbers.
-        last: nothing follows, so that marks in arguments need not come in pairs and a final mark may lack.
-
-    Raises:
-        UnfinishedError: see there.
-        ValueError: the text is not a call.
-    """
+def read_calls(text: str, tools: Schemas, last: bool = False) -> list[Function]:
+    """Return the functions that a text calls; [] for JSON that is not a call. Raise ValueError if the text is not a
+    call. `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark
+    may lack."""
     text = text.strip()
     try:
         return functions_of(_values(text))
@@ -95,7 +89,6 @@ def _function(given: Any) -> Function | None:
 
 
 def _values(text: str) -> list[Any]:
-    """Return the JSON values of a text, one after another."""
     value, place = _value(text, 0)
     values = [value]
     while place < len(text):
@@ -125,14 +118,14 @@ def _named_arguments(text: str, bare: bool) -> Any:
     return first
 
 
-def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[dict[str, Any]]:
+def _tagged(text: str, tools: Schemas, last: bool) -> list[JsonObject]:
     """Return the calls of a text whose arguments stand between tags."""
-    calls, place = list[dict[str, Any]](), 0
+    calls, place = list[JsonObject](), 0
     while place < len(text):
         head = TAGGED.match(text, place)
         if head is None:
             raise ValueError("no name")
-        name, place, arguments = head[1] or head[2] or head[3], head.end(), dict[str, Any]()
+        name, place, arguments = head[1] or head[2] or head[3], head.end(), JsonObject()
         while key := KEY.match(text, place):
             value, place = _tagged_value(text, key, last)
             named = key[2] or key[3] or key[4]
@@ -151,8 +144,7 @@ def _tagged(text: str, tools: Mapping[str, Any], last: bool) -> list[dict[str, A
 
 
 def _tagged_value(text: str, key: re.Match[str], last: bool) -> tuple[str, int]:
-    """Return the text of an argument, and the place after it. Calls inside of it are skipped, and a text that
-    begins with a line break ends with one; neither, if this is the last chance to read it."""
+    """Return the text of an argument without calls inside of it, and the place after it."""
     begin, depth = key.end(), 0
     in_lines = bool(key[1]) and text.startswith("\n", begin)
     for mark in VALUE_END.finditer(text, begin):

@@ -9,35 +9,86 @@ left out of the response.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request, Response
+from pydantic import BaseModel, Field, field_validator
 
 from eyas.core.logprobs import TokenLogprobs
-from eyas.serve.access import request_id
-from eyas.serve.errors import ApiError
-from eyas.serve.limits import answer_tokens, check_count
+from eyas.serve.errors import JsonObject, bad_request
+from eyas.serve.fields import WITHOUT_EFFECT, GenerationBody, Logprobs
+from eyas.serve.http import request_id
 from eyas.serve.logprobs import TextOffsets, TokenTexts
 from eyas.serve.middle import Middle, middle_of
-from eyas.serve.protocol.completions import CompletionBody, InfillBody
 from eyas.serve.records import Delta, Job, Totals
-from eyas.serve.reply import Dialect, reply
+from eyas.serve.reply import Choices, reply
 from eyas.serve.service import Service
-
-__all__ = ["complete", "infill"]
 
 DEFAULT_TOKENS = 16  # OpenAI's default
 
 
+class CompletionBody(GenerationBody):
+    """Prompts as text or token ids, one or several."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: str | None = None  # what stands behind the text that is asked for
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        listed = value if isinstance(value, list) and value else [None]
+        of_one_kind = _is_ids(value) or all(isinstance(v, str) for v in listed) or all(map(_is_ids, listed))
+        if not isinstance(value, str) and not of_one_kind:
+            raise ValueError(
+                "must be a string, a list of strings, a list of token ids or a list of those, and not empty"
+            )
+        return value
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or _is_ids(given) else list(given)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class File(BaseModel):
+    """A further file."""
+
+    text: str
+    filename: str = "file"
+
+
+class InfillBody(GenerationBody):
+    """The texts before and after the middle. The response names fields of llama.cpp's server that have no
+    effect here."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[File] | None = None
+    prompt: str | None = None  # the beginning of the middle
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # -1: as many as fit
+
+    def check(self) -> None:
+        """Refuse nothing."""
+
+    @property
+    def ignored(self) -> list[str]:
+        given = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
+        return sorted(name for name, value in given.items() if value not in (None, *(self.neutral(name) or ())))
+
+
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
-    """Answer one request."""
     model = service.model_name(body.model)
     prompts, n = body.prompts(), body.n or 1
-    check_count(service.settings, len(prompts), n)
+    service.settings.check_count(len(prompts), n)
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(
-            400, "max_tokens is 0, which asks for nothing: with echo it gives the prompt back", param="max_tokens"
-        )
+        raise bad_request("max_tokens is 0, which asks for nothing: with echo it gives the prompt back", "max_tokens")
     middles = await service.in_worker(_middles, service, body)
     special = body.add_special_tokens is not False
     ids = tuple(one.ids for one in middles) or await service.in_worker(
@@ -45,7 +96,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     )
     asked = None if body.max_tokens is None else max(1, body.max_tokens)
     keywords = body.keywords(
-        max_new_tokens=answer_tokens(service.settings, max(map(len, ids)), asked, DEFAULT_TOKENS),
+        max_new_tokens=service.settings.answer_tokens(max(map(len, ids)), asked, DEFAULT_TOKENS),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
@@ -53,15 +104,14 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     if middles:
         middles[0].end(keywords)
     job = Job(ids, keywords, n, **body.job_fields())
-    echoes = (
-        await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
-        if body.echo
-        else []
-    )
+    echoes = []
+    if body.echo:
+        echoes = await service.in_worker(lambda: [p if isinstance(p, str) else service.decode(p) for p in prompts])
     dialect = Completion(
         job,
         model,
         request_id(request.scope),
+        body,
         service.token_texts,
         logprobs=body.logprobs is not None,
         echoes=echoes,
@@ -69,7 +119,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
     )
-    return await reply(service, request, body, dialect)
+    return await reply(service, request, dialect, bool(body.stream), body.response_headers)
 
 
 def _middles(service: Service, body: CompletionBody) -> list[Middle]:
@@ -78,14 +128,12 @@ def _middles(service: Service, body: CompletionBody) -> list[Middle]:
         return []
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
     if body.echo or len(prompts) < len(body.prompts()):
-        raise ApiError(400, "a suffix is for prompts of text, without echo: leave it out", param="suffix")
+        raise bad_request("a suffix is for prompts of text, without echo: leave it out", "suffix")
     return [middle_of(service.tokenizer, prompt, body.suffix) for prompt in prompts]
 
 
 @dataclass
-class Completion(Dialect):
-    """OpenAI's text completions."""
-
+class Completion(Choices):
     texts: TokenTexts
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
@@ -97,20 +145,10 @@ class Completion(Dialect):
     prefix = "cmpl"
     object = chunk_object = "text_completion"
 
-    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
-        delta = Delta(
-            index,
-            totals.text,
-            tuple(totals.token_ids),
-            totals.finish,
-            totals.stop_reason,
-            prefill=True,
-            logprobs=tuple(totals.logprobs),
-            prompt_logprobs=tuple(totals.prompt_logprobs),
-        )
-        return self.chunk_choices(delta)[0]
+    def choice(self, index: int, totals: Totals) -> JsonObject:
+        return self.chunk_choices(totals.as_delta(index))[0]
 
-    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+    def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         begins = delta.prefill and bool(self.echoes)
         wants_tokens = self.logprobs or self.token_ids
         if not (delta.text or delta.finish or begins or delta.cycle or (wants_tokens and delta.token_ids)):
@@ -129,7 +167,7 @@ class Completion(Dialect):
             choice["prompt_logprobs"] = self.texts.prompt(delta.prompt_logprobs)
         return [choice]
 
-    def _logprobs(self, delta: Delta, begins: bool) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, begins: bool) -> JsonObject:
         tokens = () if self.hides_answer else delta.token_ids
         values: tuple[TokenLogprobs | None, ...] = () if self.hides_answer else delta.logprobs
         echo = self.echoes[delta.index // self.job.n] if self.echoes else ""
@@ -144,24 +182,22 @@ class Completion(Dialect):
 
 
 async def infill(service: Service, request: Request, body: InfillBody) -> Response:
-    """Answer one request in llama.cpp's form."""
     model = service.model_name(body.model)
     files = [(file.filename, file.text) for file in body.input_extra or ()]
     made = await service.in_worker(middle_of, service.tokenizer, body.input_prefix, body.input_suffix, files)
     begun = service.encode(body.prompt, special=False) if body.prompt else ()
     ids = (*made.ids, *begun)
     asked = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
-    new_tokens = answer_tokens(service.settings, len(ids), asked, service.settings.max_tokens)
+    new_tokens = service.settings.answer_tokens(len(ids), asked)
     keywords = body.keywords(max_new_tokens=new_tokens)
     made.end(keywords)
     job = Job((ids,), keywords | service.adapter_keywords(model), **body.job_fields())
-    return await reply(service, request, body, Infill(job, model, request_id(request.scope), service.token_texts))
+    dialect = Infill(job, model, request_id(request.scope), body, service.token_texts)
+    return await reply(service, request, dialect, bool(body.stream), body.response_headers)
 
 
 class Infill(Completion):
-    """llama.cpp's form of a completion."""
-
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def envelope(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         choice = choices[0] if choices else {"text": "", "finish_reason": None, "stop_reason": None}
         stop, reason = choice["finish_reason"], choice["stop_reason"]
         word = reason if isinstance(reason, str) else ""

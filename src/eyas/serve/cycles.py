@@ -28,18 +28,12 @@ from eyas.text import Detokeniser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CycleWriter"]
-
 # how vocabularies write a word's space
 SPACE_MARKS = ("\N{LOWER ONE EIGHTH BLOCK}", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")
 
 
 class CycleWriter:
-    """Turns the Steps of one request into objects for the page, in order.
-
-    Args:
-        tokenizer: None: a token's text is its number.
-    """
+    """Turns the Steps of one request into objects for the page, in order."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +42,6 @@ class CycleWriter:
         self._shown: dict[int, str] = {}
 
     def write(self, step: Step) -> dict[str, Any]:
-        """Return the object of one Step."""
         self._totals.add(step)
         trace = step.extra.get("trace")
         path = step.path if trace is None else trace.path
@@ -70,7 +63,6 @@ class CycleWriter:
         }
 
     def _tree(self, step: Step) -> dict[str, Any]:
-        """Return the trace, with the text of each node."""
         if "trace" not in step.extra:
             return {"nodes": [], "path": [], "bonus": None, "bonus_text": "", "ended": ""}
         trace = asdict(step.extra["trace"])
@@ -80,23 +72,20 @@ class CycleWriter:
         return {**trace, "bonus_text": self._alone(trace["bonus"])}
 
     def _emitted(self, token: int, final: bool) -> str:
-        """Return the text that this token adds to the answer; characters that are not complete come
-        with the token that completes them."""
+        """Return the text that this token adds to the answer, or completes."""
         if self._detokeniser is None:
             return f"{token} "
         text = self._detokeniser.feed(token)
         return text + self._detokeniser.flush() if final else text
 
     def _alone(self, token: int) -> str:
-        """Return the text of a token in a tree."""
         if token not in self._shown:
             self._shown[token] = str(token) if self._tokenizer is None else _token_text(self._tokenizer, token)
         return self._shown[token]
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return the text of one token by itself. Decoders that drop the space before a text's first
-    word have it put back."""
+    """Return the text of one token by itself, with the space that a decoder drops before a text's first word."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     piece = tokenizer.convert_ids_to_tokens(token)
     if isinstance(piece, str) and piece.startswith(SPACE_MARKS) and not text.startswith(" "):

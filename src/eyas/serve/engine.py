@@ -27,18 +27,13 @@ from eyas.api import LLM, TextReader
 from eyas.arguments import MediaIds
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sockets import FEATURE
-from eyas.core.tree import Draft
 from eyas.errors import EyasError
 from eyas.serve.answers import Answer
 from eyas.serve.cycles import CycleWriter
-from eyas.serve.errors import ApiError
-from eyas.serve.limits import check_ids
-from eyas.serve.methods import Methods
+from eyas.serve.errors import ApiError, bad_request
 from eyas.serve.metrics import Metrics, SequenceTimes
-from eyas.serve.pool import DecoderPool
-from eyas.serve.records import CycleFigures, Delta, Job, Settings
-
-__all__ = ["Engine"]
+from eyas.serve.pool import DecoderPool, Methods
+from eyas.serve.records import CycleFigures, Delta, Job, Settings, check_ids
 
 DEADLINE_CHECK_SECONDS = 0.25  # time between two checks of the deadlines
 SEEDS = SystemRandom()
@@ -50,24 +45,45 @@ class Sequence:
 
     index: int
     request: Request
+    reader: TextReader
     method: str
     deadline: float
     answer: Answer
-    maker: DeltaMaker
+    stop_ids: Collection[int]  # that end it because the job says so
+    writer: CycleWriter | None  # says what happened in each cycle, if that is asked for
     times: SequenceTimes
     decoder: Decoder | None = None  # the Decoder that decodes it
     request_id: int = 0
 
+    def delta(self, step: Step, drafted: int) -> Delta:
+        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
+        accepted = max(0, len(step.path) - 1)
+        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
+        ends = step.finish == "stop" and step.tokens[-1] in self.stop_ids
+        return Delta(
+            self.index,
+            text=self.reader.take(final=step.finish is not None),
+            token_ids=step.tokens,
+            finish=step.finish,
+            stop_reason=self.reader.stop_string or (step.tokens[-1] if ends else None),
+            cycles=() if step.prefill else (figures,),
+            prefill=step.prefill,
+            cached_tokens=step.cached_tokens,
+            predicted=step.extra.get("predicted", 0),
+            logprobs=step.extra.get("logprobs", ()),
+            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
+            cycle=None if self.writer is None else self.writer.write(step),
+            error=step.error,
+        )
+
 
 class Engine:
-    """Serves jobs. Start it with `start`; `submit` and `check` may then be called from the event
-    loop and its workers."""
+    """Serves jobs. After `start`, `submit` and `prepare` may be called from the event loop and its workers."""
 
     def __init__(
         self, llm: LLM, settings: Settings, metrics: Metrics, rest: Callable[[bool], bool] | None = None
     ) -> None:
-        """`rest`: called between requests, with whether none is in flight; returns whether it wants to be called
-        again while nothing else is to be done."""
+        """`rest`: called between requests, with whether none is in flight; returns whether it has more to do."""
         self.llm = llm
         self._rest = rest
         self._ended = False  # whether a sequence has ended since `rest` was last called
@@ -96,17 +112,15 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up everything, and wait until the thread has ended."""
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
 
     def halt(self) -> None:
-        """Give up everything: those who wait for an answer get an error."""
+        """Give up everything: whoever waits for an answer gets an error."""
         self._inbox.put(None)
 
     def drain(self) -> None:
-        """Take no more jobs; those that are here go on."""
         self.draining = True
 
     def between_cycles(self, task: Callable[[], None]) -> Future[None]:
@@ -125,7 +139,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no job is here."""
         return not self._accepted
 
     @property
@@ -142,17 +155,15 @@ class Engine:
             raise ApiError(503, "the server is shutting down: ask another one", headers={"retry-after": "5"})
 
     def prepare(self, job: Job) -> list[tuple[Request, TextReader]]:
-        """Return the engine's requests for a job, checked. Takes a while for long prompts, so it
-        runs in a worker.
-
-        Raises:
-            EyasError: the job cannot be served.
-        """
+        """Return the engine's requests for a job, checked. Slow for long prompts, so it runs in a worker."""
         self.methods.drafter(job.method or self.llm.method)
         prepared = []
         traced = FEATURE.plug_for("cycles").traced if job.cycles else None
         for prompt in job.prompts:
-            self._check_prompt(prompt)
+            # what `Decoder.add` would refuse, before the job is queued
+            if not prompt:
+                raise bad_request("the prompt is empty: give at least one token", "prompt")
+            check_ids(prompt, self.llm.target.vocab_size, "prompt")
             seed, whole = job.keywords.get("seed"), MediaIds(prompt, job.media) if job.media else prompt
             for sample in range(job.n):
                 own = SEEDS.getrandbits(62) if seed is None else (seed + sample) % 2**63
@@ -161,11 +172,7 @@ class Engine:
         return prepared
 
     def submit(self, job: Job, prepared: list[tuple[Request, TextReader]]) -> Answer:
-        """Queue a job, whole or not at all.
-
-        Raises:
-            ApiError: the queue is full (429), or the server takes no jobs (503).
-        """
+        """Queue a job, whole or not at all; ApiError if the queue is full (429) or the server takes no jobs (503)."""
         self.check_open()
         with self._lock:
             if self._accepted + len(prepared) > self.settings.rows + self.settings.queue:
@@ -181,19 +188,13 @@ class Engine:
         sequences = []
         for i, (request, reader) in enumerate(prepared):
             writer = CycleWriter(self.llm.tokenizer) if job.cycles else None
-            maker = DeltaMaker(i, reader, job.keywords.get("stop_token_ids", ()), writer)
-            sequences.append(Sequence(i, request, method, deadline, answer, maker, SequenceTimes(len(request.prompt))))
+            stops, times = job.keywords.get("stop_token_ids", ()), SequenceTimes(len(request.prompt))
+            sequences.append(Sequence(i, request, reader, method, deadline, answer, stops, writer, times))
         self._inbox.put(lambda: self._waiting.extend(sequences))
         return answer
 
     def _give_up(self, answer: Answer) -> None:
         self._inbox.put(lambda: self._cancel([s for s in self._sequences() if s.answer is answer]))
-
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        """Refuse, before the job is queued, prompts that `Decoder.add` would refuse."""
-        if not prompt:
-            raise ApiError(400, "the prompt is empty: give at least one token", param="prompt")
-        check_ids(prompt, self.llm.target.vocab_size, "prompt")
 
     # --- the thread ---
 
@@ -210,8 +211,7 @@ class Engine:
         self._end(self._sequences(), error)
 
     def _step(self, decoders: list[Decoder]) -> None:
-        """Run one step of each Decoder. A prompt in one of them waits for the cycles of all, so its budget counts them
-        all."""
+        """Run one step of each Decoder. A prompt in one of them waits for the cycles of all: its budget counts them."""
         seconds = {decoder: self._cycle_seconds.get(decoder, 0.0) for decoder in decoders}
         for decoder in decoders:
             decoder.prompts.other_decoders_seconds = sum(seconds.values()) - seconds[decoder]
@@ -224,11 +224,11 @@ class Engine:
         return [*self._in_flight.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
-        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the
-        thread is to end."""
-        idle = not self._waiting and not self._in_flight
-        rested = self._use_rest(idle)
-        wait = idle and not rested
+        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread ends."""
+        wait = idle = not self._waiting and not self._in_flight
+        if self._rest is not None and (idle or self._ended):
+            self._ended = False
+            wait = not self._rest(idle) and idle
         while True:
             try:
                 task = self._inbox.get(block=wait)
@@ -239,15 +239,7 @@ class Engine:
             task()
             wait = False
 
-    def _use_rest(self, idle: bool) -> bool:
-        """Call `rest` where nothing is in flight, or a sequence has just ended. Return its answer."""
-        if self._rest is None or not (idle or self._ended):
-            return False
-        self._ended = False
-        return self._rest(idle)
-
     def _expire(self) -> None:
-        """End the sequences whose time is over."""
         now = time.monotonic()
         if now < self._next_deadline_check:
             return
@@ -284,12 +276,11 @@ class Engine:
             self.metrics.admitted(sequence.times)
 
     def _deliver(self, decoder: Decoder, steps: list[Step]) -> None:
-        """Hand the Steps of one cycle to the readers, as Deltas."""
         news: dict[Answer, list[Delta]] = defaultdict(list)
         grown = list[tuple[Delta, SequenceTimes]]()
         for step, drafted in zip(steps, drafted_nodes(steps), strict=True):
             sequence = self._in_flight[decoder, step.request_id]
-            delta = sequence.maker.make(step, drafted)
+            delta = sequence.delta(step, drafted)
             news[sequence.answer].append(delta)
             grown.append((delta, sequence.times))
             if delta.finish:
@@ -318,8 +309,6 @@ class Engine:
             self._accepted -= 1
 
     def _tell(self, news: Mapping[Answer, list[Delta]]) -> None:
-        """Let the event loop hand Deltas to their readers."""
-
         def put() -> None:
             for answer, deltas in news.items():
                 answer.put(deltas)
@@ -329,57 +318,8 @@ class Engine:
                 self._loop.call_soon_threadsafe(put)
 
 
-class DeltaMaker:
-    """Turns the Steps of one sequence into Deltas, in order.
-
-    Args:
-        index: number of the sequence in its job.
-        stop_ids: tokens that end the sequence because the job says so.
-        writer: says what happened in each cycle, if that is asked for.
-    """
-
-    def __init__(
-        self, index: int, reader: TextReader, stop_ids: Collection[int] = (), writer: CycleWriter | None = None
-    ) -> None:
-        self.index = index
-        self.reader = reader
-        self.stop_ids = stop_ids
-        self.writer = writer
-
-    def make(self, step: Step, drafted: int) -> Delta:
-        """Return the Delta of one Step, for whose cycle `drafted` nodes were drafted in this row."""
-        accepted = max(0, len(step.path) - 1)
-        figures = CycleFigures(len(step.tokens), accepted, drafted, step.seconds, step.drafted_by)
-        return Delta(
-            self.index,
-            text=self.reader.take(final=step.finish is not None),
-            token_ids=step.tokens,
-            finish=step.finish,
-            stop_reason=self.reader.stop_string or self._stop_id(step),
-            cycles=() if step.prefill else (figures,),
-            prefill=step.prefill,
-            cached_tokens=step.cached_tokens,
-            predicted=step.extra.get("predicted", 0),
-            logprobs=step.extra.get("logprobs", ()),
-            prompt_logprobs=step.extra.get("prompt_logprobs", ()),
-            cycle=None if self.writer is None else self.writer.write(step),
-            error=step.error,
-        )
-
-    def _stop_id(self, step: Step) -> int | None:
-        """Return the last token, if it ended the sequence because the job says so."""
-        ended = step.finish == "stop" and step.tokens[-1] in self.stop_ids
-        return step.tokens[-1] if ended else None
-
-
-def drafted_nodes(steps: Iterable[Step]) -> list[int]:
-    """Return for each Step how many nodes, the root excluded, its cycle's draft had for its row. Each draft is read
-    once."""
-    counts: dict[int, list[int]] = {}
-
-    def counted(draft: Draft) -> list[int]:
-        if id(draft) not in counts:
-            counts[id(draft)] = (draft.tree.acceptable_BN.sum(1) - 1).tolist()
-        return counts[id(draft)]
-
-    return [0 if step.draft is None else counted(step.draft)[step.row] for step in steps]
+def drafted_nodes(steps: list[Step]) -> list[int]:
+    """Return for each Step the nodes of its cycle's draft for its row, without the root. Each draft is read once."""
+    drafts = {id(step.draft): step.draft for step in steps if step.draft is not None}
+    counts = {key: (draft.tree.acceptable_BN.sum(1) - 1).tolist() for key, draft in drafts.items()}
+    return [0 if step.draft is None else counts[id(step.draft)][step.row] for step in steps]

@@ -26,7 +26,7 @@ from starlette.types import Scope
 
 from eyas.errors import EyasError, FitError, InputError, OptionError
 
-__all__ = ["ApiError", "error_of", "error_response", "install", "invalid_body"]
+JsonObject = dict[str, Any]
 
 TYPES = {
     401: "authentication_error",
@@ -87,7 +87,7 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self, anthropic: bool = False) -> dict[str, Any]:
+    def body(self, anthropic: bool = False) -> JsonObject:
         """Return the error as a JSON object, in OpenAI's form or, with `anthropic`, in Anthropic's."""
         types, fault = (ANTHROPIC_TYPES, "api_error") if anthropic else (TYPES, "server_error")
         kind = types.get(self.status, fault if self.status >= 500 else "invalid_request_error")
@@ -96,23 +96,24 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
-    """Return the answer for an exception: a mistake in the request has status 400, everything else 500.
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the answer to a request that cannot be served; `param` is the field that is wrong."""
+    return ApiError(400, message, param=param, code=code)
 
-    Args:
-        fields: those that the request's body gives; the one that the error is about is named.
-    """
+
+def error_of(error: BaseException, fields: Collection[str] = ()) -> ApiError:
+    """Return the answer for an exception; it names the one of the body's `fields` that the error is about."""
     prompt = next((name for name in PROMPTS if name in fields), "messages")
     if isinstance(error, ApiError):
         error.param = prompt if error.param == "messages" else error.param
         return error
     if isinstance(error, FitError):
-        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+        return bad_request(str(error), prompt, code="context_length_exceeded")
     if isinstance(error, InputError | OptionError):
         named, message = _named_field(str(error), fields, prompt), str(error)
         if named == "tools":  # the client has sent no grammar
             message = re.sub(r"^(the )?grammar\b", "the grammar of the tools", message)
-        return ApiError(400, message, param=named)
+        return bad_request(message, named)
     if isinstance(error, EyasError):
         return ApiError(500, str(error))
     return ApiError(500, "an internal error; the server's log has the details")
@@ -135,39 +136,34 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Return the answer for a body that pydantic refuses: its first complaint, with the field's
-    name. Where a field may have one of several types, all of them are named."""
+    """Return the answer for a body that pydantic refuses: its first complaint, with all types that are allowed."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     if complaints[0]["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
+        return bad_request(f"the body is not valid JSON: {complaints[0]['msg'].removeprefix('Invalid JSON: ')}")
     place = _place(complaints[0]["loc"])
     first, *others = dict.fromkeys(_in_our_words(one["msg"]) for one in complaints if _place(one["loc"]) == place)
     message = " or ".join([first, *(text.removeprefix("must be ") for text in others)])
     item = next((f"item {part + 1} " for part in complaints[0]["loc"] if isinstance(part, int)), "")
-    return ApiError(400, f"{place or 'the body'}{': ' if item else ' '}{item}{message}", param=place or None)
+    return bad_request(f"{place or 'the body'}{': ' if item else ' '}{item}{message}", place or None)
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Return the field that a complaint of pydantic is about; it ends where a list or a choice of
-    types begins."""
+    """Return the field that a complaint of pydantic is about, up to a list or a choice of types."""
     names = takewhile(lambda part: isinstance(part, str) and FIELD.fullmatch(part) and part not in TYPE_NAMES, location)
     return ".".join(map(str, names))
 
 
 def _in_our_words(message: str) -> str:
-    """Return a complaint of pydantic in words that follow the name of a field."""
     for theirs, ours in IN_OUR_WORDS.items():
         message = re.sub(theirs, ours, message)
     return message
 
 
 def install(app: FastAPI) -> None:
-    """Let the app answer every exception in this form."""
-
     @app.exception_handler(ApiError)
     @app.exception_handler(EyasError)
     async def refused(request: Request, error: ApiError | EyasError) -> Response:
-        return error_response(error_of(error, _fields(request)), request.scope)
+        return error_response(error_of(error, getattr(request.state, "fields", ())), request.scope)
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
@@ -181,11 +177,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(error_of(error), request.scope)
-
-
-def _fields(request: Request) -> Collection[str]:
-    """Return the fields that the request's body gives, if one was read (`eyas.serve.bodies`)."""
-    return getattr(request.state, "fields", ())
 
 
 def _not_here(app: FastAPI, request: Request) -> str:

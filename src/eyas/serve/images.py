@@ -1,9 +1,7 @@
 """Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url":
 "data:image/png;base64,..."}}.
 
-An image comes with the request. The server fetches nothing and reads no file for a client: that
-would let clients see what only the server can reach. This module knows no model: `LLM.media_prompt`
-makes the prompt.
+The server fetches nothing and reads no file for a client: that would let clients see what only the server can reach.
 """
 
 from __future__ import annotations
@@ -12,12 +10,9 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from eyas.serve.errors import ApiError
-
-__all__ = ["holds_images", "with_images"]
+from eyas.serve.errors import bad_request
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 2**25  # limit for all images of a request: a small file may hold a huge image
@@ -28,93 +23,65 @@ NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transf
 
 
 def holds_images(messages: Sequence[Any]) -> bool:
-    """Return whether any message has a part of type image_url."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts)
 
 
 def with_images(messages: Sequence[Any]) -> list[Any]:
-    """Return the messages with images of Pillow in the place of their data: URLs.
+    """Return the messages with images of Pillow in place of their data: URLs."""
+    images: list[Any] = []
 
-    Raises:
-        ApiError: an image that is not a data: URL or cannot be read, too many images, or too many pixels.
-    """
-    room = Room(MOST_IMAGES, MOST_PIXELS)
-    return [_convert(message, number, room) for number, message in enumerate(messages, start=1)]
+    def converted(part: Any, named: str) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in NAMES_A_SOURCE:
+            raise bad_request(f"{named} is of type {kind!r}: images come as {EXAMPLE}", "messages")
+        if kind != "image_url":
+            return part
+        if len(images) >= MOST_IMAGES:
+            raise bad_request(f"a request may have {MOST_IMAGES} images: send fewer", "messages")
+        image = _open(_url_of(part, named), named)
+        if max(image.size) > LONGEST_SIDE * min(image.size):
+            raise bad_request(f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", "messages")
+        images.append(image)
+        if sum(one.width * one.height for one in images) > MOST_PIXELS:
+            raise bad_request(f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", "messages")
+        try:
+            image.load()
+        except Exception:  # as in _open
+            raise bad_request(f"{named}: its image is broken", "messages") from None
+        return {"type": "image", "image": image}
 
-
-@dataclass
-class Room:
-    """Counts down the number and the pixels of images that a request may still hold."""
-
-    images: int
-    pixels: int
-
-
-def _convert(message: Any, number: int, room: Room) -> Any:
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-        return message
-    parts = enumerate(message["content"], start=1)
-    return {
-        **message,
-        "content": [_converted_part(part, f"part {place} of message {number}", room) for place, part in parts],
-    }
-
-
-def _converted_part(part: Any, named: str, room: Room) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in NAMES_A_SOURCE:
-        raise ApiError(400, f"{named} is of type {kind!r}: images come as {EXAMPLE}", param="messages")
-    if kind != "image_url":
-        return part
-    room.images -= 1
-    if room.images < 0:
-        raise ApiError(400, f"a request may have {MOST_IMAGES} images: send fewer", param="messages")
-    image = _open(_url_of(part, named), named)
-    if max(image.size) > LONGEST_SIDE * min(image.size):
-        raise ApiError(400, f"{named}: an image may be at most {LONGEST_SIDE} times as long as wide", param="messages")
-    room.pixels -= image.width * image.height
-    if room.pixels < 0:
-        raise ApiError(
-            400, f"the images of a request may have {MOST_PIXELS} pixels: send smaller ones", param="messages"
-        )
-    return {"type": "image", "image": _read(image, named)}
+    made = []
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+            parts = enumerate(message["content"], start=1)
+            content = [converted(part, f"part {place} of message {number}") for place, part in parts]
+            message = {**message, "content": content}
+        made.append(message)
+    return made
 
 
 def _url_of(part: Mapping[str, Any], named: str) -> str:
     value = part.get("image_url")
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str):
-        raise ApiError(400, f"{named} has no image: write {EXAMPLE}", param="messages")
+        raise bad_request(f"{named} has no image: write {EXAMPLE}", "messages")
     return url
 
 
 def _open(url: str, named: str) -> Any:
-    """Return the image of a data: URL. Only its header is read yet, so its size is known before
-    memory is taken for it."""
+    """Return the image of a data: URL. Only its header is read, so its size is known before memory is taken for it."""
     try:
         from PIL import Image
     except ImportError:
-        raise ApiError(
-            400, "this server cannot read images: the package pillow is not installed", param="messages"
-        ) from None
+        raise bad_request("this server cannot read images: the package pillow is not installed", "messages") from None
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise ApiError(400, f"{named}: this server fetches no images, so they come as {EXAMPLE}", param="messages")
+        raise bad_request(f"{named}: this server fetches no images, so they come as {EXAMPLE}", "messages")
     try:
         return Image.open(io.BytesIO(base64.b64decode(data.encode(), validate=True)), formats=FORMATS)
     except binascii.Error:
-        raise ApiError(400, f"{named}: its data is not base64", param="messages") from None
+        raise bad_request(f"{named}: its data is not base64", "messages") from None
     except Exception:  # Pillow's plugins raise whatever a broken file makes them
-        raise ApiError(
-            400, f"{named} is not an image that can be read: send {', '.join(FORMATS)}", param="messages"
-        ) from None
-
-
-def _read(image: Any, named: str) -> Any:
-    try:
-        image.load()
-    except Exception:  # as above
-        raise ApiError(400, f"{named}: its image is broken", param="messages") from None
-    return image
+        raise bad_request(f"{named} is not an image that can be read: send {', '.join(FORMATS)}", "messages") from None

@@ -1,29 +1,38 @@
-"""Endpoints that describe the server: models, health, version, counters, the tokenizer."""
+"""Endpoints that generate nothing: models, health, version, counters; /tokenize and /detokenize, as in vLLM, which
+lm-eval finds by itself; /v1/corpora, texts that later requests of the same key are drafted from (`eyas serve
+--recall`); and /v1/draft, by which another head of the same method and sizes drafts from the next cycle on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from eyas import __version__
-from eyas.serve.errors import ApiError
+from eyas.errors import CheckpointError
+from eyas.serve.auth import given_key, owner_of
+from eyas.serve.chat import TemplateFields, prompt_of
+from eyas.serve.errors import ApiError, JsonObject, bad_request
+from eyas.serve.fields import Body
+from eyas.serve.records import check_ids
 from eyas.serve.service import Service
+from eyas.serve.tools import tools_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["router"]
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter()
     listed = _listed_models(service)
 
@@ -37,11 +46,11 @@ def router(service: Service) -> APIRouter:
         return add
 
     @get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JsonObject:
         return {"object": "list", "data": [listed[name] for name in service.models]}
 
     @get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> JsonObject:
         return listed[service.model_name(name)]
 
     @get("/health")
@@ -58,7 +67,7 @@ def router(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=PROMETHEUS)
 
     @get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> JsonObject:
         running, waiting = service.engine.load
         return {
             "model": service.settings.name,
@@ -80,7 +89,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
+def _listed_models(service: Service) -> dict[str, JsonObject]:
     """Return OpenAI's object of each model, by name: the target with each adapter, and the target itself."""
     name = service.settings.name
     common = {
@@ -94,8 +103,7 @@ def _listed_models(service: Service) -> dict[str, dict[str, Any]]:
     return {model: {"id": model, **fields} for model, fields in models.items()}
 
 
-def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """Return a tokenizer's description, as vLLM gives it."""
+def _describe(tokenizer: PreTrainedTokenizerBase | None) -> JsonObject:
     if tokenizer is None:
         raise ApiError(404, "this server has no tokenizer")
     special = {f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
@@ -105,3 +113,133 @@ def _describe(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         **special,
         "chat_template": getattr(tokenizer, "chat_template", None),
     }
+
+
+class TokenizeBody(TemplateFields):
+    """A text, or a conversation with the fields of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[JsonObject] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class CorpusBody(Body):
+    """One text or several, as strings or as token ids."""
+
+    model: str | None = None
+    input: str | list[int] | list[str] | list[list[int]]
+
+
+class DraftBody(Body):
+    """A head: a folder of the server's machine, or a name."""
+
+    path: str | None = None
+    name: str | None = None
+
+
+async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
+    service.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either a prompt or messages", "prompt")
+    tokens = await service.in_worker(_tokens, service, body)
+    strings = service.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    content = {
+        "count": len(tokens),
+        "max_model_len": service.settings.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
+    return JSONResponse(content, headers=body.response_headers)
+
+
+async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
+    service.model_name(body.model)
+    return JSONResponse({"prompt": await service.in_worker(service.decode, body.tokens)})
+
+
+def _tokens(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        return list(prompt_of(service, body.messages, body, tools).ids)
+    assert body.prompt is not None
+    return list(service.encode(body.prompt, body.add_special_tokens is not False)) if body.prompt else []
+
+
+async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Response:
+    service.model_name(body.model)
+    if service.pools is None:
+        raise bad_request("this server remembers no texts: start it with --recall MIB")
+    is_one = isinstance(body.input, str) or (body.input and isinstance(body.input[0], int))
+    texts = [body.input] if is_one else body.input
+    counts = [await service.in_worker(_add, service, owner_of(request.headers), text) for text in texts]
+    return JSONResponse({"object": "corpus", "texts": len(counts), "tokens": sum(counts)})
+
+
+def _add(service: Service, owner: str, text: str | list[int]) -> int:
+    assert service.pools is not None
+    if isinstance(text, str):
+        tokens = service.encode(text, special=False)
+    else:
+        check_ids(text, service.llm.target.vocab_size, "input")
+        tokens = tuple(text)
+    service.pools[owner].add(tokens)
+    return len(tokens)
+
+
+GIVEN = "given"  # the name of the head that the server began with
+
+
+async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
+    _check_admin(service, request)
+    if service.heads is None:
+        raise bad_request("the head of this server cannot be replaced")
+    source = _source(service.heads, body)
+    service.engine.check_open()
+    try:
+        await change_head(service, source)
+    except CheckpointError as error:
+        raise ApiError(
+            409, str(error), param="name" if body.path is None else "path", code="head_does_not_fit"
+        ) from error
+    return JSONResponse({"object": "draft", "head": source, "method": service.llm.method})
+
+
+async def change_head(service: Service, source: str) -> None:
+    """Load a head and let it draft between two cycles. Raise CheckpointError if it does not fit."""
+    heads = service.heads
+    assert heads is not None, "the head of this server can be replaced"
+    head = await service.in_worker(heads.load, source)
+    done = service.engine.between_cycles(lambda: heads.put(head, source))
+    await asyncio.wait_for(asyncio.wrap_future(done), service.settings.timeout)
+
+
+def _check_admin(service: Service, request: Request) -> None:
+    if service.settings.admin_key is None:
+        raise ApiError(403, "this server has no key for its admin: start it with --admin-key KEY")
+    given = (given_key(request.headers) or "").encode("utf-8", "surrogatepass")
+    if not hmac.compare_digest(given, service.settings.admin_key.encode("utf-8", "surrogatepass")):
+        raise ApiError(403, "this needs the key of the server's admin", code="not_admin")
+
+
+def _source(heads: Any, body: DraftBody) -> str:
+    if (body.path is None) == (body.name is None):
+        raise bad_request('give either "path", a folder of this machine, or "name", a hub id or "given"')
+    if body.path is not None:
+        folder = os.path.expanduser(body.path)  # unlike pathlib's, it takes any text
+        if not os.path.isdir(folder):
+            raise bad_request(f"{body.path[:200]}: there is no such folder on the server's machine", "path")
+        return folder
+    if body.name != GIVEN:
+        return str(body.name)
+    if heads.given is None:
+        raise bad_request("this server began without a head", "name")
+    return str(heads.given)

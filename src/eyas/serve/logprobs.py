@@ -1,34 +1,27 @@
-"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts.
-
-They are those of the target's raw logits, before penalties, temperature and masks, as in vLLM. A
-token's own value and the same token's among the most probable ones are one and the same float:
-lm-eval compares them for equality.
+"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: those of the raw logits, before penalties,
+temperature and masks. A token's own value and its value among the most probable ones are one float: lm-eval compares
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import ModelError
+from eyas.serve.errors import JsonObject
 from eyas.text import Detokeniser, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextOffsets", "TokenTexts"]
-
 LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenTexts:
-    """Tokens as clients read them.
-
-    Args:
-        vocab: ids that the target may emit: 0..vocab - 1.
-    """
+    """Tokens 0..vocab - 1 as clients read them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab: int) -> None:
         self._tokenizer = tokenizer
@@ -55,29 +48,19 @@ class TokenTexts:
         return [other.encode() if text is None else text for text, other in zip(self._in_text, named, strict=True)]
 
     def has_text(self, token: int) -> bool:
-        """Return whether the token adds to a text; special tokens do not."""
         return self._in_text[token] is not None
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the token's bytes, which may be part of a character."""
         return self._bytes[token]
 
     def text_of(self, token: int) -> str:
         """Return the token's text; part of a character is a replacement character."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
-    # --- completions ---
-
     def completion(
         self, tokens: Sequence[int], values: Sequence[TokenLogprobs | None], offsets: Sequence[int]
-    ) -> dict[str, Any]:
-        """Return the `logprobs` of a completion.
-
-        Args:
-            tokens: the prompt's (echo) and the answer's.
-            values: None for the first token of a prompt.
-            offsets: where each token begins, as `TextOffsets` counts.
-        """
+    ) -> JsonObject:
+        """Return the `logprobs` of a completion. `values` has None for the first token of a prompt."""
         return {
             "tokens": [self.text_of(token) for token in tokens],
             "token_logprobs": [None if value is None else _finite(value.logprob) for value in values],
@@ -86,25 +69,19 @@ class TokenTexts:
         }
 
     def offsets(self, text: str, begin: int = 0) -> TextOffsets:
-        """Return offsets of the tokens of what comes after the first `begin` characters of a text.
-
-        Args:
-            text: as far as it is known; special tokens that a prompt spells out have a place in it.
-        """
+        """Return offsets of tokens after the first `begin` characters of a text. Special tokens in the text have a
+        place in it."""
         detokeniser = None if self._tokenizer is None else Detokeniser(self._tokenizer)
         return TextOffsets(self, detokeniser, text, begin)
 
     def _top(self, value: TokenLogprobs) -> dict[str, float]:
-        """Return the most probable tokens and the token itself, by text; of two with the same text,
-        the more probable one."""
+        """Return the most probable tokens and the token itself, by text; of equal texts, the more probable."""
         listed: dict[str, float] = {}
         for token, logprob in (*value.top, (value.token, value.logprob)):
             listed.setdefault(self.text_of(token), _finite(logprob))
         return listed
 
-    # --- chats ---
-
-    def chat(self, values: Iterable[TokenLogprobs], count: int) -> dict[str, Any]:
+    def chat(self, values: Iterable[TokenLogprobs], count: int) -> JsonObject:
         """Return the `logprobs` of a chat's choice, each token with the `count` most probable ones."""
         return {
             "content": [
@@ -117,27 +94,24 @@ class TokenTexts:
             "refusal": None,
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> JsonObject:
         return {"token": self.text_of(token), "logprob": _finite(logprob), "bytes": list(self.bytes_of(token))}
 
-    # --- prompts ---
-
-    def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    def prompt(self, values: Iterable[TokenLogprobs | None]) -> list[JsonObject | None]:
         """Return vLLM's `prompt_logprobs`: for each token the most probable ones and itself, by id."""
         return [None if value is None else self._ranked(value) for value in values]
 
-    def _ranked(self, value: TokenLogprobs) -> dict[str, Any]:
+    def _ranked(self, value: TokenLogprobs) -> JsonObject:
         ranked = {str(token): self._rank(token, logprob, i) for i, (token, logprob) in enumerate(value.top, start=1)}
         ranked.setdefault(str(value.token), self._rank(value.token, value.logprob, None))
         return ranked
 
-    def _rank(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _rank(self, token: int, logprob: float, rank: int | None) -> JsonObject:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text_of(token)}
 
 
 class TextOffsets:
-    """Counts where tokens begin in the text, in characters. A token that begins within a character
-    begins where the character does; a special token has no text."""
+    """Counts where tokens begin in a text, in characters; within a character, where the character does."""
 
     def __init__(self, texts: TokenTexts, detokeniser: Detokeniser | None, text: str, begin: int) -> None:
         self._texts, self._detokeniser, self._text = texts, detokeniser, text

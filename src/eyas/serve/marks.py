@@ -15,12 +15,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from eyas.api import LLM
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 from eyas.serve.tools import Tools
 from eyas.text import REASONING as REASONING_FIELDS
 
-__all__ = ["CHANNEL", "MESSAGE", "START", "Grammar", "Marks", "Region", "grammar_of", "spelled"]
-
+Template = Mapping[str, Any]  # of responses, as tokenizers have it, or a field of one
 Table = dict[str, tuple[str, ...]]  # marks that open a region, each with those that close it
 UNREADABLE = "how this model writes calls is not known: tool_choice may be required, none, or a function"
 REASONING: Table = {
@@ -61,8 +60,7 @@ class Marks(dict[str, Any]):
     """Marks that are looked for together, each with the region that it opens."""
 
     def find(self, text: str, begin: int, final: bool) -> tuple[str, int]:
-        """Return the first mark and its place. Without one: "" and the place from which a later text may make one.
-        `final`: no later text comes."""
+        """Return the first mark and its place; without one "" and the place from which a later text may make one."""
         hold = len(text)
         if not final:
             first = max(begin, hold + 1 - max(map(len, self), default=0))
@@ -79,8 +77,6 @@ class Marks(dict[str, Any]):
 
 
 class Region(NamedTuple):
-    """A part of an answer."""
-
     kind: str  # "content", "reasoning", "call", "head" (of a channel), or "" for a mark that is left out
     closing: Marks = Marks()
     endless: bool = False  # no mark closes it, and `closing` opens the next call
@@ -89,43 +85,26 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """The marks that are read in the answers to one request.
-
-    Attributes:
-        first: marks that count at the beginning of the answer, and after a region.
-        later: marks that count after text.
-        special: special tokens that belong to a mark, by their spelling in the read text.
-        calls: whether calls are read.
-        channels: whether messages have heads, as gpt-oss writes them.
-        structured: the answer has a structure, so that a region without an end is text.
-    """
+    """The marks that are read in the answers to one request."""
 
     llm: LLM
     tools: Tools
-    first: Marks
-    later: Marks
-    special: Mapping[int, str]
-    calls: bool
-    channels: bool
-    structured: bool
+    first: Marks  # that count at the beginning of the answer, and after a region
+    later: Marks  # that count after text
+    special: Mapping[int, str]  # special tokens that belong to a mark, by their spelling in the read text
+    calls: bool  # whether calls are read
+    channels: bool  # whether messages have heads, as gpt-oss writes them
+    structured: bool  # the answer has a structure, so that a region without an end is text
 
     @cached_property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """The schemas of the arguments of each function."""
         functions = [tool["function"] for tool in self.tools.listed]
         given = {one["name"]: (one.get("parameters") or {}).get("properties") for one in functions}
         return {name: schemas if isinstance(schemas, Mapping) else {} for name, schemas in given.items()}
 
 
 def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
-    """Return the grammar of the answers to a request.
-
-    Args:
-        structure: the keyword by which the request asks for structured output; "" for free text.
-
-    Raises:
-        ApiError: the model may call functions, and nothing tells how it writes calls.
-    """
+    """Return the grammar of the answers to a request; `structure` is its keyword of structured output, or ""."""
     own, written = getattr(llm.tokenizer, "response_template", None), str(getattr(llm.tokenizer, "chat_template", ""))
     template = _template_of_type(llm) if own is None else own
     named = [_named(json.dumps(template, ensure_ascii=False), template), _named(written, {})]
@@ -136,7 +115,7 @@ def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
     channels = MESSAGE in written and any(CHANNEL in one for one in (written, *map(str, added.values())))
     asked = bool(tools.listed) and not tools.forced
     if asked and not (calls or channels):
-        raise ApiError(400, UNREADABLE, param="tools")
+        raise bad_request(UNREADABLE, "tools")
     content = _literals(template.get("fields", {}).get("content", {}), "close", -1)
     left_out = [
         *content,
@@ -176,7 +155,7 @@ def spelled(text: str, special: Mapping[int, str]) -> str:
     return re.sub("|".join(names), "\ud800\\g<0>\udfff", text) if names else text
 
 
-def _named(text: str, template: Mapping[str, Any]) -> tuple[Table, Table]:
+def _named(text: str, template: Template) -> tuple[Table, Table]:
     """Return the marks of reasoning and of calls in the text of a template, or in the fields of a response template."""
     text = text.replace("\\", "")
     reasoning, calls = (
@@ -189,14 +168,13 @@ def _named(text: str, template: Mapping[str, Any]) -> tuple[Table, Table]:
     return reasoning, calls
 
 
-def _literals(field: Mapping[str, Any], side: str, place: int) -> tuple[str, ...]:
+def _literals(field: Template, side: str, place: int) -> tuple[str, ...]:
     """Return the marks of one side of a response template's field; of a pattern, its first or last plain text."""
     given = field.get(side) or [found[place] for found in [LITERAL.findall(field.get(f"{side}_pattern", ""))] if found]
     return tuple(re.sub(r"\\(\W)", r"\1", mark) for mark in ([given] if isinstance(given, str) else given))
 
 
-def _template_of_type(llm: LLM) -> Mapping[str, Any]:
-    """Return the response template that transformers has for the model's type."""
+def _template_of_type(llm: LLM) -> Template:
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:  # an older transformers, or one without what its own server needs

@@ -8,27 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Memory"]
-
 MAX_BYTES = 64 * 2**20  # size of all conversations, as JSON
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The input and output items up to a response."""
-
     items: tuple[Item, ...]
     size: int
 
 
 class Memory:
-    """The conversations of the last responses. The oldest ones are forgotten.
-
-    Args:
-        max_responses: responses that are kept.
-        max_bytes: their size as JSON. What several responses share counts for each of them.
-    """
+    """The conversations of the last responses, at most `max_bytes` of JSON. The oldest are forgotten."""
 
     def __init__(self, max_responses: int, max_bytes: int = MAX_BYTES) -> None:
         self.max_responses = max_responses
@@ -37,7 +28,6 @@ class Memory:
         self._bytes = 0
 
     def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:
-        """Remember the conversation that ends with this response."""
         size = len(json.dumps(items))
         if size > self.max_bytes or not self.max_responses:
             return
@@ -47,7 +37,6 @@ class Memory:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:
-        """Return the items up to a response of this owner, if they are remembered."""
         found = self._kept.get((owner, response))
         if found is None:
             return None
@@ -55,6 +44,5 @@ class Memory:
         return found.items
 
     def item(self, owner: str, name: str) -> Item | None:
-        """Return the item with this id in a conversation of this owner, if it is remembered."""
         own = (kept.items for (who, _), kept in reversed(self._kept.items()) if who == owner)
         return next((item for items in own for item in reversed(items) if item.get("id") == name), None)

@@ -9,81 +9,62 @@ Its stream is a sequence of typed events:
     message_delta                            the reason of the end, and usage
     message_stop
 
-The whole dialect is in this file, but for its errors (`errors.py`): without it and its line in `app.py` the server is
-the same but for it.
+The whole dialect is in this file, but for its errors (`errors.py`) and its routes in `app.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from eyas.errors import InputError
-from eyas.serve.access import request_id
-from eyas.serve.blocks import Block, BlockWriter, reply_in_blocks
-from eyas.serve.bodies import add_route
-from eyas.serve.chat import Chat, prepare, prompt_of
-from eyas.serve.errors import ApiError, invalid_body
-from eyas.serve.protocol.chat import ChatBody
-from eyas.serve.protocol.fields import Body
+from eyas.serve.chat import Chat, ChatBody, prepare, prompt_of
+from eyas.serve.errors import ApiError, JsonObject, bad_request, invalid_body
+from eyas.serve.fields import Body, Positive, Strict
+from eyas.serve.http import request_id
+from eyas.serve.reply import Block, BlockWriter, Events, event, reply
 from eyas.serve.service import Service
-from eyas.serve.stream import event
 from eyas.serve.tools import tools_of
 from eyas.text import read_arguments
 
-__all__ = ["router"]
-
 READ = "text, images, tool_use, tool_result and thinking are read here"
 WITHOUT_EFFECT = (
-    "cache_control",
-    "diagnostics",
-    "inference_geo",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-)
+    "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
+)  # fmt: skip
 EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 
 
-class Options(BaseModel):
-    """An object of a request; further fields change nothing."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Form(Options):
+class Form(Strict):
     """The form of the answer."""
 
     type: str | None = None
     schema_: Any = Field(None, alias="schema")
 
 
-class Output(Options):
+class Output(Strict):
     """How the answer is made."""
 
     effort: str | None = None
     format: Form | None = None
 
 
-class Thinking(Options):
+class Thinking(Strict):
     """Whether the model thinks first."""
 
     type: str | None = None
     budget_tokens: int | None = None
 
 
-class Context(Options):
+class Context(Strict):
     """What is left out of a long conversation: nothing is, here."""
 
-    edits: list[dict[str, Any]] | None = None
+    edits: list[JsonObject] | None = None
 
 
 class CountBody(Body):
@@ -91,10 +72,10 @@ class CountBody(Body):
     `speculation`, `min_p`, ..."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Annotated[list[JsonObject], Field(min_length=1)]
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     thinking: Thinking | None = None
     output_config: Output | None = None
     output_format: Form | None = None
@@ -104,25 +85,20 @@ class CountBody(Body):
     context_management: Context | None = None  # accepted if it keeps all
 
     def check(self) -> None:
-        """See `Body.check`: here the chat does it."""
+        """Refuse fields of Anthropic's servers; the chat checks the others."""
         edits = (self.context_management.edits if self.context_management else None) or ()
         kept = all(edit.get("keep") == "all" for edit in edits)
         for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
             if getattr(self, name) not in EMPTY:
-                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+                raise bad_request(f"this server does not support {name}: leave it out", name)
 
     @property
     def ignored(self) -> list[str]:
-        """See `Body.ignored`."""
         others = [name for name in self.chat().ignored if name not in WITHOUT_EFFECT]
         return sorted([*others, *(["thinking.budget_tokens"] if self.thinking and self.thinking.budget_tokens else [])])
 
     def chat(self) -> ChatBody:
-        """Return the same request as a chat.
-
-        Raises:
-            ApiError: a field or a part of a message that is not served.
-        """
+        """Return the same request as a chat."""
         made = [*_system(self.system), *_messages(self.messages)]
         messages = [message for message, _ in made]
         if not messages:
@@ -144,64 +120,55 @@ class CountBody(Body):
             raise invalid_body(error) from None
         chat.check()
         if chat.return_token_ids:
-            raise ApiError(400, "messages hold no token ids: leave return_token_ids out", param="return_token_ids")
+            raise bad_request("messages hold no token ids: leave return_token_ids out", "return_token_ids")
         return chat.placed([place for _, place in made])
 
-    def limits(self) -> dict[str, Any]:
-        """Return the fields of a chat that say how the answer is sampled and where it ends."""
+    def limits(self) -> JsonObject:
         return {}
 
 
 class MessagesBody(CountBody):
     """A conversation that is answered."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
 
-    def limits(self) -> dict[str, Any]:
-        """See `CountBody.limits`."""
+    def limits(self) -> JsonObject:
         names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
 
 
-def router(service: Service) -> APIRouter:
-    """Return the routes."""
-    routes = APIRouter()
+async def messages(service: Service, request: Request, body: MessagesBody) -> Response:
+    writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
+    return await reply(service, request, writer, bool(body.stream), body.response_headers)
 
-    async def messages(request: Request, body: MessagesBody) -> Response:
-        writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
-        return await reply_in_blocks(service, request, writer, bool(body.stream), body.response_headers)
 
-    async def count_tokens(request: Request, body: CountBody) -> Response:
-        chat = body.chat()
-        service.model_name(chat.model)
-        tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-        prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
-        return JSONResponse({"input_tokens": len(prompt.ids)}, headers=body.response_headers)
-
-    add_route(routes, "/v1/messages", MessagesBody, messages)
-    add_route(routes, "/v1/messages/count_tokens", CountBody, count_tokens)
-    return routes
+async def count_tokens(service: Service, request: Request, body: CountBody) -> Response:
+    chat = body.chat()
+    service.model_name(chat.model)
+    tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    prompt = await service.in_worker(prompt_of, service, chat.messages, chat, tools)
+    return JSONResponse({"input_tokens": len(prompt.ids)}, headers=body.response_headers)
 
 
 # --- from Anthropic's form to a chat's -------------------------------------------------------------
 
 
-Placed = tuple[dict[str, Any], str]  # a message of a chat, and what it is of the request
+Placed = tuple[JsonObject, str]  # a message of a chat, and what it is of the request
 
 
-def _system(system: str | list[dict[str, Any]] | None) -> list[Placed]:
+def _system(system: str | list[JsonObject] | None) -> list[Placed]:
     if not system:
         return []
     content = system if isinstance(system, str) else [_part(block, "the system text") for block in system]
     return [({"role": "system", "content": content}, "the system text")]
 
 
-def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
+def _messages(messages: list[JsonObject]) -> Iterator[Placed]:
     """Yield the messages of a chat: a result of a tool is one of its own."""
     for number, message in enumerate(messages, start=1):
         role, content, place = message.get("role"), message.get("content"), f"message {number}"
@@ -219,18 +186,17 @@ def _messages(messages: list[dict[str, Any]]) -> Iterator[Placed]:
             yield {"role": role, "content": parts}, place
 
 
-def _result(block: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a result of a tool as a message."""
+def _result(block: JsonObject, place: str) -> JsonObject:
     result = block.get("content") or ""
     text = [_part(part, place) for part in result] if isinstance(result, list) else result
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
 
 
-def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
+def _turn(blocks: list[JsonObject], place: str) -> JsonObject:
     """Return a turn of the assistant's as a chat's message: its thinking, its text and its calls."""
     of = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("thinking", "tool_use")}
     others = [block for block in blocks if block.get("type") not in (*of, "redacted_thinking")]
-    turn: dict[str, Any] = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
+    turn: JsonObject = {"role": "assistant", "content": [_part(one, place) for one in others] or ""}
     if thinking := "\n".join(str(block.get("thinking") or "") for block in of["thinking"]):
         turn["reasoning_content"] = thinking
     if of["tool_use"]:
@@ -241,8 +207,7 @@ def _turn(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
     return turn
 
 
-def _part(given: Any, place: str) -> dict[str, Any]:
-    """Return a text or an image as a part of a chat's message."""
+def _part(given: Any, place: str) -> JsonObject:
     block = given if isinstance(given, dict) else {}
     source = block.get("source")
     if block.get("type") == "text":
@@ -253,11 +218,9 @@ def _part(given: Any, place: str) -> dict[str, Any]:
     raise InputError(f"{place} has a block of type {block.get('type')!r}: {READ}")
 
 
-def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
+def _tool(tool: JsonObject, number: int) -> JsonObject:
     if tool.get("type", "custom") not in ("custom", None):
-        raise ApiError(
-            400, f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", param="tools"
-        )
+        raise bad_request(f"tool {number} is of type {tool['type']!r}, which is not served: leave it out", "tools")
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
@@ -266,13 +229,13 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _form(form: Form | None) -> dict[str, Any] | None:
+def _form(form: Form | None) -> JsonObject | None:
     if form is None:
         return None
     return {"type": form.type, "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
+def _thinking(thinking: Thinking | None) -> JsonObject | None:
     """Return the template's variable of models that can think and need not; others do not know it."""
     kind = thinking and thinking.type
     return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else None
@@ -282,13 +245,11 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any] | None:
 
 
 class Writer(BlockWriter):
-    """Writes one message, as a whole or as events."""
-
     def __init__(self, chat: Chat, identity: str) -> None:
-        super().__init__(chat)
+        super().__init__(chat.job, chat.model, chat.new_reader())
         self.identity = identity
 
-    def response(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         return {
             **self._head(),
             "content": [_block(one) for one in self.blocks],
@@ -296,15 +257,15 @@ class Writer(BlockWriter):
             "usage": self._usage(),
         }
 
-    def begun(self) -> Iterable[bytes]:
-        usage = {"input_tokens": len(self.chat.job.prompts[0]), "output_tokens": 0}
+    def begun(self) -> Events:
+        usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=message)
 
-    def opened(self, block: Block) -> Iterable[bytes]:
+    def opened(self, block: Block) -> Events:
         yield _event("content_block_start", index=block.number, content_block=_block(block))
 
-    def grown(self, block: Block, text: str) -> Iterable[bytes]:
+    def grown(self, block: Block, text: str) -> Events:
         delta = {
             "text": {"type": "text_delta", "text": text},
             "reasoning": {"type": "thinking_delta", "thinking": text},
@@ -312,15 +273,15 @@ class Writer(BlockWriter):
         }[block.kind]
         yield _event("content_block_delta", index=block.number, delta=delta)
 
-    def closed(self, block: Block) -> Iterable[bytes]:
+    def closed(self, block: Block) -> Events:
         yield _event("content_block_stop", index=block.number)
 
-    def ended(self) -> Iterable[bytes]:
+    def ended(self) -> Events:
         yield _event("message_delta", delta=self._end_of(), usage=self._usage())
         yield _event("message_stop")
 
     def arguments(self, text: str) -> str:
-        """See `BlockWriter.arguments`: here an object, which may be text within JSON; {} for what is not an object."""
+        """Return an object of JSON, which may be text within JSON; {} for what is not an object."""
         value = read_arguments(text)
         try:
             return json.dumps(value if isinstance(value, dict) else {}, ensure_ascii=False, allow_nan=False)
@@ -330,10 +291,10 @@ class Writer(BlockWriter):
     def failed(self, error: ApiError) -> bytes:
         return event(error.body(anthropic=True), name="error")
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.chat.model}
+    def _head(self) -> JsonObject:
+        return {"id": f"msg_{self.identity}", "type": "message", "role": "assistant", "model": self.model}
 
-    def _end_of(self) -> dict[str, Any]:
+    def _end_of(self) -> JsonObject:
         """Return why the message ends; a stop string of the request's is named."""
         stop = self.totals.stop_reason
         if self.called:
@@ -346,7 +307,7 @@ class Writer(BlockWriter):
 
     def _usage(self) -> dict[str, int]:
         """Return token counts. What was not read again counts apart, as with Anthropic."""
-        prompt, cached = len(self.chat.job.prompts[0]), self.totals.cached_tokens
+        prompt, cached = len(self.job.prompts[0]), self.totals.cached_tokens
         return {
             "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,
@@ -359,7 +320,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, name=kind)
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: Block) -> JsonObject:
     """Return a block of content as far as it has come. The input of a call that begins is empty."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": json.loads(block.text or "{}")}

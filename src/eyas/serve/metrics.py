@@ -1,8 +1,5 @@
-"""Counters of the server, in Prometheus' text form.
-
-Requests, latencies and speculation have the names of vLLM's metrics, so that its dashboards and
-`vllm bench serve` find them. A request there is a sequence here: one sample of one prompt. What
-vLLM does not have is named `eyas:...`.
+"""Counters of the server, in Prometheus' text form, under vLLM's names where it has them, so that its dashboards find
+them. A request there is a sequence here: one sample of one prompt.
 
     draft              a cycle of one sequence in which something was drafted
     draft token        a candidate node of the draft tree, the root excluded
@@ -24,8 +21,6 @@ from prometheus_client.metrics_core import Metric
 
 from eyas.metrics import tau
 from eyas.serve.records import CycleFigures, CycleSums, Delta
-
-__all__ = ["Metrics", "SequenceTimes"]
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 DEEPEST = 32  # positions of accepted tokens that are counted apart; deeper ones share the last
@@ -52,42 +47,31 @@ class Metrics:
         self._with_labels: dict[tuple[object, ...], Counter] = {}  # what `_with_label` has looked up
         self._sequence_seconds = 1.0  # running mean of a sequence's time in its row
 
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self.generated_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.cached_tokens = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again."
-        )
-        self.queried_tokens = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self.drafts = self._counter("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
-        self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
-        self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self.accepted_by_position = self._labelled_counter(
+        count, count_by, seconds = self._counter, self._labelled_counter, self._histogram
+        self.prompt_tokens = count("vllm:prompt_tokens", "Tokens of prompts.")
+        self.generated_tokens = count("vllm:generation_tokens", "Tokens generated.")
+        self.cached_tokens = count("vllm:prefix_cache_hits", "Prompt tokens whose keys and values were used again.")
+        self.queried_tokens = count("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.drafts = count("vllm:spec_decode_num_drafts", "Cycles in which something was drafted.")
+        self.draft_tokens = count("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.")
+        self.accepted_tokens = count("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.accepted_by_position = count_by(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", "position"
         )
-        self.finished = self._labelled_counter(
-            "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"
-        )
-        self.rejections = self._counter("eyas:admission_rejections", "Requests refused because the queue was full.")
-        self.cycles = self._labelled_counter(
-            "eyas:decision_cycles", "Cycles of sequences by what was drafted.", "decision"
-        )
-        self.cycle_tokens = self._counter(
-            "eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau."
-        )
-        self.first_token_seconds = self._histogram(
+        self.finished = count_by("vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
+        self.rejections = count("eyas:admission_rejections", "Requests refused because the queue was full.")
+        self.cycles = count_by("eyas:decision_cycles", "Cycles of sequences by what was drafted.", "decision")
+        self.cycle_tokens = count("eyas:cycle_tokens", "Tokens emitted by cycles; over eyas:decision_cycles it is tau.")
+        self.first_token_seconds = seconds(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self.inter_token_seconds = self._histogram(
+        self.inter_token_seconds = seconds(
             "vllm:inter_token_latency_seconds", "Time between tokens; of a cycle, its mean."
         )
-        self.sequence_seconds = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end."
-        )
-        self.queue_seconds = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.")
-        self.prefill_seconds = self._histogram(
-            "vllm:request_prefill_time_seconds", "From the queue to the first token."
-        )
-        self.decode_seconds = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self.sequence_seconds = seconds("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.queue_seconds = seconds("vllm:request_queue_time_seconds", "Time in the queue.")
+        self.prefill_seconds = seconds("vllm:request_prefill_time_seconds", "From the queue to the first token.")
+        self.decode_seconds = seconds("vllm:request_decode_time_seconds", "From the first token to the last.")
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._label)
@@ -102,30 +86,25 @@ class Metrics:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
-        """Let gauges show the sequences in flight, those that wait, and how many of the rows are taken."""
         self._gauge("vllm:num_requests_running", "Sequences in flight.", lambda: load()[0])
         self._gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", lambda: load()[1])
         self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
 
     def text(self) -> bytes:
-        """Return all metrics, as Prometheus reads them."""
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
-        """Return about how long a new sequence would wait if there are `sequences` before it: whole seconds from 1 to
-        60."""
+        """Return about how long a new sequence would wait behind `sequences`: whole seconds from 1 to 60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def admitted(self, times: SequenceTimes) -> None:
-        """Note that a sequence has left the queue."""
         times.admitted = time.monotonic()
         self.queue_seconds.observe(times.admitted - times.arrived)
         self.prompt_tokens.inc(times.prompt_tokens)
         self.queried_tokens.inc(times.prompt_tokens)
 
     def stepped(self, news: Sequence[tuple[Delta, SequenceTimes]]) -> None:
-        """Count what sequences have got in one cycle. Counters are raised once for all of them: each raise costs
-        microseconds of every cycle."""
+        """Count the tokens of one cycle. Counters are raised once for all sequences: each raise costs microseconds."""
         now = time.monotonic()
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta, _ in news))
         if cached := sum(delta.cached_tokens for delta, _ in news):
@@ -138,7 +117,6 @@ class Metrics:
                 self.ended(times, delta.finish)
 
     def _count(self, sums: CycleSums) -> None:
-        """Raise the counters of drafted and accepted tokens."""
         for decision, count in sums.plans.items():
             self._with_label(self.cycles, decision=decision).inc(count)
         if sums.cycles:
@@ -151,7 +129,6 @@ class Metrics:
             self._with_label(self.accepted_by_position, position=str(min(position, DEEPEST - 1))).inc(count)
 
     def _time(self, now: float, tokens: int, times: SequenceTimes) -> None:
-        """Record the latency of what has just come."""
         if times.first is None:
             times.first = now
             self.first_token_seconds.observe(now - times.arrived)
@@ -161,8 +138,7 @@ class Metrics:
         times.last = now
 
     def _with_label(self, counter: Counter, **label: str) -> Counter:
-        """Return the counter of one label; looked up once, as prometheus-client's own look-up takes
-        longer than the counting."""
+        """Return the counter of one label; prometheus-client's own look-up takes longer than the counting."""
         key = (counter, *label.values())
         if key not in self._with_labels:
             self._with_labels[key] = counter.labels(**self._label, **label)
@@ -186,7 +162,6 @@ class _WithoutTimes:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the registry."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
@@ -196,8 +171,6 @@ WINDOW_SECONDS = 10.0
 
 
 class Moment(NamedTuple):
-    """One Delta as numbers."""
-
     at: float
     tokens: int
     cycles: tuple[CycleFigures, ...]
@@ -212,13 +185,11 @@ class RecentTokens:
         self._started = time.monotonic()
 
     def add(self, now: float, delta: Delta) -> None:
-        """Count a Delta."""
         with self._lock:
             self._moments.append(Moment(now, len(delta.token_ids), delta.cycles))
             self._forget(now)
 
     def summary(self) -> dict[str, Any]:
-        """Return throughput, tau, acceptance by depth and what was drafted in these seconds."""
         now = time.monotonic()
         with self._lock:
             self._forget(now)

@@ -1,8 +1,6 @@
-"""Prompts that ask for the middle of a text: `suffix` of /v1/completions, and /infill.
-
-A model that was trained to fill in reads what stands before and after in one prompt, marked by tokens
-of its own: (prefix mark) before (suffix mark) after (middle mark), and then writes the middle
-(Bavarian et al., arXiv 2207.14255, "PSM").
+"""Prompts that ask for the middle of a text: `suffix` of /v1/completions, and /infill. A model that was trained to fill
+in reads (prefix mark) before (suffix mark) after (middle mark), and then writes the middle (Bavarian et al., arXiv
+2207.14255).
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import bad_request
 from eyas.text import encode, encode_part
-
-__all__ = ["Middle", "middle_of"]
 
 # the three marks, by family: Qwen2.5-Coder, CodeGemma; StarCoder, Granite; SantaCoder; DeepSeek-Coder; Code Llama; GLM
 MARKS = (
@@ -38,7 +34,6 @@ class Middle:
     stop_token_ids: frozenset[int]
 
     def end(self, keywords: dict[str, Any]) -> None:
-        """Add what ends the middle to the keywords of a Job."""
         given = keywords.get("stop") or ()
         if stops := [*([given] if isinstance(given, str) else given), *self.stop]:
             keywords["stop"] = stops
@@ -46,20 +41,11 @@ class Middle:
 
 
 def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> Middle:
-    """Return the prompt for what stands between two texts.
-
-    Args:
-        files: names and texts of further files, for models that know them.
-
-    Raises:
-        ApiError: the tokenizer has no marks.
-    """
+    """Return the prompt for what stands between two texts. `files`: names and texts of further files."""
     vocabulary = tokenizer.get_vocab()
     marks = next((names for names in MARKS if all(name in vocabulary for name in names)), None)
     if marks is None:
-        raise ApiError(
-            400, "this model cannot fill in: its tokenizer has no tokens for a suffix; leave it out", param="suffix"
-        )
+        raise bad_request("this model cannot fill in: its tokenizer has no tokens for a suffix; leave it out", "suffix")
     prefix, suffix, middle = (vocabulary[name] for name in marks)
     file_mark = [vocabulary[name] for name in FILES if name in vocabulary][:1]
     ids = _opening(tokenizer)
@@ -78,6 +64,5 @@ def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """Return the token that the tokenizer begins every text with, if it does."""
     first = encode(tokenizer, "a")[:1]
     return first if first == [tokenizer.bos_token_id] else []

@@ -16,13 +16,12 @@ from copy import copy
 from typing import Any
 
 from eyas.serve.calls import Function, UnfinishedError, functions_of, read_calls
+from eyas.serve.errors import JsonObject
 from eyas.serve.marks import CHANNEL, MESSAGE, START, Grammar, Marks, Region, spelled
 from eyas.serve.records import Delta, Totals
 from eyas.text import Detokeniser
 
-__all__ = ["Reader", "message_of"]
-
-Part = dict[str, Any]  # the beginning of OpenAI's `delta`
+Part = JsonObject  # the beginning of OpenAI's `delta`
 SPECIAL = re.compile("\ud800[^\udfff]*\udfff")
 HALVES = re.compile("[\ud800\udfff]")
 CONTENT = Region("content")
@@ -31,13 +30,9 @@ CLOSES = re.compile(r'"|<escape>|</[｜\w]*(?:parameter|arg_value|function|invok
 RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 
 
-def message_of(reader: Reader, index: int, totals: Totals) -> dict[str, Any]:
-    """Return OpenAI's message of a whole sequence."""
-    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-    whole = Delta(
-        index, totals.text, tuple(totals.token_ids), finish=totals.finish or "length", stop_reason=totals.stop_reason
-    )
-    for part in reader.read(whole):
+def message_of(reader: Reader, index: int, totals: Totals) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
+    for part in reader.read(totals.as_delta(index)):
         for name, value in part.items():
             if name == "tool_calls":
                 message.setdefault(name, []).extend({k: v for k, v in call.items() if k != "index"} for call in value)
@@ -60,7 +55,6 @@ class Source:
         self._special: deque[tuple[int, str]] = deque()  # places in the tokens' text
 
     def read(self, delta: Delta) -> str:
-        """Return the text that a Delta adds."""
         last = ""
         for token in delta.token_ids:
             last = self._detokeniser.feed(token)
@@ -82,23 +76,15 @@ class Source:
 
 
 class Reader:
-    """Reads one sequence.
-
-    Attributes:
-        called: whether a call was made: the reason of the end is then "tool_calls".
-        reasoning_tokens: tokens of the reasoning; its marks are not counted.
-        added: text for the end of the prompt, where the answer has a structure: it ends the template's reasoning.
-    """
+    """Reads one sequence."""
 
     def __init__(self, grammar: Grammar, opening: str = "", prefill: str = "") -> None:
-        """
-        Args:
-            opening: the beginning of the assistant's turn that the chat template writes.
-            prefill: the beginning of the answer that the client gives.
-        """
-        self.called = False
-        self.reasoning_tokens = 0
-        self.added = ""
+        """`opening`: how the template begins the turn. `prefill`: the beginning of the answer that the client gives."""
+        self.called = False  # whether a call was made: the reason of the end is then "tool_calls"
+        self.reasoning_tokens = 0  # without its marks
+        self.added = (
+            ""  # text for the end of the prompt: it ends the template's reasoning where the answer has a structure
+        )
         self._grammar = grammar
         self._source = Source(grammar)
         self._text = ""  # not read yet
@@ -141,13 +127,11 @@ class Reader:
         self._text, self._region = "", Region("call", endless=True) if self._grammar.tools.forced else CONTENT
 
     def new(self) -> Reader:
-        """Return a reader of another answer to the same prompt."""
         made = copy(self)
         made._source = Source(self._grammar)
         return made
 
     def read(self, delta: Delta) -> list[Part]:
-        """Return the parts that a Delta adds."""
         text, self._finish = self._source.read(delta), delta.finish
         return self._read_on(text)
 
@@ -182,7 +166,6 @@ class Reader:
         return self._grammar.first if self._first else self._grammar.later
 
     def _open(self, mark: str, place: int) -> list[Part]:
-        """Begin the region of a mark."""
         region: Region = self._marks[mark]
         blanks, _ = self._take(place), self._take(len(mark))
         if region.kind:
@@ -193,7 +176,6 @@ class Reader:
         return []
 
     def _leave(self, length: int) -> None:
-        """End the region after so much text."""
         self._take(length)
         self._after, self._region, self._first = self._region.kind, CONTENT, True
 
@@ -216,7 +198,6 @@ class Reader:
         return [] if mark else None
 
     def _counted(self, count: int) -> str:
-        """Take text of the reasoning, and count its tokens."""
         begin, taken = self._source.length - len(SPECIAL.sub("", self._text)), self._take(count)
         end, ends = begin + len(SPECIAL.sub("", taken)), self._source.ends
         while ends and ends[0] <= end:
@@ -270,8 +251,7 @@ class Reader:
         return [_call(number, function) for number, function in enumerate(made, self._calls - len(made))]
 
     def _functions(self, mark: str, place: int, last: bool) -> list[Function] | str | None:
-        """Return the functions that the text up to a closing mark calls, or the text where it is not a call. None: the
-        mark is a part of an argument."""
+        """Return the functions up to a closing mark, the text if none are called, None for a mark in an argument."""
         region, body, schemas = self._region, self._text[:place], self._grammar.schemas
         end = "" if region.endless else mark
         whole = self._mark + body + end
@@ -313,6 +293,5 @@ def _text_part(name: str, text: str) -> list[Part]:
 
 
 def _call(number: int, function: Function) -> Part:
-    """Return a whole call, as a part of a delta."""
     call = {"index": number, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": dict(function)}
     return {"tool_calls": [call]}

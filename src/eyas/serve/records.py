@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from eyas.core.logprobs import TokenLogprobs
+from eyas.serve.errors import bad_request
 
 if TYPE_CHECKING:
     from eyas.core.prompts import Budget
-
-
-__all__ = ["CycleFigures", "CycleSums", "Delta", "Job", "Settings", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,9 @@ class Job:
     timeout: float | None = None  # seconds; None: the server's
     cycles: bool = False  # every Delta is one cycle and says what happened in it
     private: bool = False  # nothing of it is kept for the head to learn from
+
+
+SUMMED = ("text", "token_ids", "cycles", "cached_tokens", "predicted", "logprobs", "prompt_logprobs")  # of a Delta
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,12 @@ class Delta:
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
-        """Return this Delta and the next one of the same sequence as one."""
-        return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            cycles=self.cycles + later.cycles,
-            prefill=self.prefill or later.prefill,
-            cached_tokens=self.cached_tokens + later.cached_tokens,
-            predicted=self.predicted + later.predicted,
-            logprobs=self.logprobs + later.logprobs,
-            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
-        )
+        sums = {name: getattr(self, name) + getattr(later, name) for name in SUMMED}
+        return replace(later, prefill=self.prefill or later.prefill, **sums)
 
 
 @dataclass(frozen=True)
 class CycleFigures:
-    """One cycle of one sequence as numbers."""
-
     emitted: int  # tokens, the bonus token included
     accepted: int  # drafted tokens on the accepted path, before cutting
     drafted: int  # candidate nodes that were verified
@@ -99,7 +88,6 @@ class CycleSums:
 
     @classmethod
     def from_cycles(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
-        """Add the cycles up."""
         return cls(
             cycles=len(cycles),
             emitted=sum(cycle.emitted for cycle in cycles),
@@ -117,8 +105,6 @@ class CycleSums:
 
 @dataclass
 class Totals:
-    """A sequence so far."""
-
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -130,16 +116,15 @@ class Totals:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Add what came next."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
+        for name in SUMMED:
+            vars(self)[name] += getattr(delta, name)
         self.finish = delta.finish or self.finish
         self.stop_reason = delta.stop_reason or self.stop_reason
-        self.cycles += delta.cycles
-        self.cached_tokens += delta.cached_tokens
-        self.predicted += delta.predicted
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
+
+    def as_delta(self, index: int = 0) -> Delta:
+        ids, values, of_prompt = tuple(self.token_ids), tuple(self.logprobs), tuple(self.prompt_logprobs)
+        ends = self.finish, self.stop_reason
+        return Delta(index, self.text, ids, *ends, prefill=True, logprobs=values, prompt_logprobs=of_prompt)
 
     def speculation(self) -> dict[str, Any]:
         """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
@@ -161,32 +146,47 @@ class Totals:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a server that the engine and the endpoints read.
+    """The options of a server that the engine and the endpoints read."""
 
-    Attributes:
-        name: the model's name for clients.
-        rows: sequences that are decoded together, over all methods.
-        queue: sequences that may wait for a row; a request beyond it gets status 429.
-        max_model_len: tokens of a prompt and its answer together.
-        max_tokens: tokens of one answer, and the default of chats.
-        prefill_budget: prompt tokens that are read between two cycles; "auto": see `core.prompts`.
-        max_sequences: prompts x samples of one request.
-        timeout: seconds after which a request is given up.
-        keep_alive: seconds of silence after which a stream sends a comment.
-        max_body_bytes: the largest body of a request.
-        remembered: responses that /v1/responses remembers.
-        admin_key: the key that may replace the head; None: nobody may.
-    """
-
-    name: str
-    rows: int = 8
-    queue: int = 256
-    max_model_len: int = 4096
-    max_tokens: int = 4096
-    prefill_budget: Budget = "auto"
-    max_sequences: int = 128
-    timeout: float = 600.0
-    keep_alive: float = 10.0
+    name: str  # the model's name for clients
+    rows: int = 8  # sequences that are decoded together, over all methods
+    queue: int = 256  # sequences that may wait for a row; a request beyond it gets status 429
+    max_model_len: int = 4096  # tokens of a prompt and its answer together
+    max_tokens: int = 4096  # tokens of one answer, and the default of chats
+    prefill_budget: Budget = "auto"  # prompt tokens that are read between two cycles; "auto": see `core.prompts`
+    max_sequences: int = 128  # prompts x samples of one request
+    timeout: float = 600.0  # seconds after which a request is given up
+    keep_alive: float = 10.0  # seconds of silence after which a stream sends a comment
     max_body_bytes: int = 16 * 2**20
-    remembered: int = 256
-    admin_key: str | None = field(default=None, repr=False)
+    remembered: int = 256  # responses that /v1/responses remembers
+    admin_key: str | None = field(default=None, repr=False)  # may replace the head; None: nobody may
+
+    def check_count(self, prompts: int, n: int) -> None:
+        """Refuse a request for more sequences than the server takes at once."""
+        if prompts * n > self.max_sequences:
+            raise bad_request(
+                f"{prompts} prompts x {n} samples are more than {self.max_sequences}: ask for fewer at once", "n"
+            )
+
+    def answer_tokens(self, prompt: int, asked: int | None, default: int | None = None) -> int:
+        """Return the tokens that an answer may have: at most the server's limit and the room after the prompt. Clients
+        know neither, so their answer is cut there. A prompt without room is refused in words by which clients know it.
+        """
+        context = self.max_model_len
+        if prompt >= context:
+            message = (
+                f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} "
+                f"tokens (prompt is too long: {prompt} tokens > {context - 1} maximum). Please reduce the length of the "
+                "messages."
+            )
+            raise bad_request(message, "messages", code="context_length_exceeded")
+        wanted = asked if asked is not None else self.max_tokens if default is None else default
+        return min(wanted, self.max_tokens, context - prompt)
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse token ids outside the vocabulary; `param` is the field that they come from."""
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        message = f"token id {outside} is outside the vocabulary of {vocab_size} (0..{vocab_size - 1})"
+        raise bad_request(message, param)

@@ -13,24 +13,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from eyas.errors import OptionError
-from eyas.serve.access import JsonLines
+from eyas.serve.http import JsonLines
 from eyas.serve.service import Service
 
-__all__ = ["Server", "bound", "serve"]
-
 FLUSH_SECONDS = 5  # for responses that are generated but not yet read
-IDLE_SECONDS = (
-    620  # of a connection: longer than its other end keeps it, which meets a reset else (Google's proxies: 600)
-)
+# of a connection: longer than its other end keeps it, which meets a reset else (Google's proxies: 600)
+IDLE_SECONDS = 620
 log = logging.getLogger("eyas.serve")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at this address, not listening yet; port 0 is any that is free.
-
-    Raises:
-        OptionError: the address cannot be had.
-    """
+    """Return a socket at this address, not listening yet; port 0 is any that is free."""
     made = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -48,11 +41,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Ends after SIGTERM or Ctrl-C, and when the engine has failed.
-
-    Running answers have `drain_seconds` to end. A second signal gives them up; a third one does not
-    wait for anything.
-    """
+    """Ends after SIGTERM or Ctrl-C, and when the engine has failed. Running answers have `drain_seconds` to end. A
+    second signal gives them up; a third one waits for nothing."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
@@ -64,7 +54,6 @@ class Server(uvicorn.Server):
         self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM and SIGINT."""
         self._signals += 1
         now = time.monotonic()
         if self._signals == 1:
@@ -94,7 +83,6 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
@@ -106,11 +94,7 @@ class Server(uvicorn.Server):
 def serve(
     app: FastAPI, service: Service, listening: socket.socket, *, drain_seconds: float, json_logs: bool = False
 ) -> None:
-    """Serve until a signal ends it.
-
-    Raises:
-        Exception: the error that ended the engine.
-    """
+    """Serve until a signal ends it. Raise the error that ended the engine."""
     set_up_logs(json_logs)
     config = uvicorn.Config(
         app, access_log=False, log_config=None, server_header=False, timeout_graceful_shutdown=FLUSH_SECONDS

@@ -1,92 +1,37 @@
-"""The service behind every endpoint that generates text: the model's name, prompts as token ids,
-jobs for the engine.
-
-Tokenizing and checking a request may take long, so it is done in one worker thread, not in the
-event loop.
+"""The service behind every endpoint that generates text. Tokenizing and checking a request may take long, so it is done
+in one worker thread, not in the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from eyas.api import LLM
-from eyas.arguments import MediaIds
-from eyas.core.requests import RequestFeature
+from eyas.arguments import MediaIds, Messages
 from eyas.core.sockets import RUNNER
 from eyas.serve.answers import Answer
 from eyas.serve.engine import Engine
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import ApiError, bad_request
 from eyas.serve.images import holds_images, with_images
-from eyas.serve.limits import check_ids
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
-from eyas.serve.records import Job, Settings
+from eyas.serve.records import Job, Settings, check_ids
 from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, render
 
-__all__ = ["Service"]
-
 T = TypeVar("T")
-
-
-class Texts(Protocol):
-    """A request feature that drafts from texts of earlier requests, such as `recall.Recalled`."""
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Add a text."""
-
-
-class Pools(Protocol):
-    """The texts of each owner, such as `recall.Pools`."""
-
-    def __getitem__(self, owner: str) -> Texts:
-        """Return the feature for an owner's requests."""
-
-    def save(self) -> None:
-        """Keep the texts for the next start, if they are to be kept."""
-
-
-class Heads(Protocol):
-    """The head that drafts, which may be replaced and may learn, such as `adapt.Heads`."""
-
-    @property
-    def private(self) -> RequestFeature:
-        """Return the feature of requests of which nothing is kept to learn from."""
-
-    @property
-    def given(self) -> str | None:
-        """Return the name of the head that the server began with."""
-
-    def load(self, source: str) -> Any:
-        """Return another head of the same method and sizes. Raise OptionError or CheckpointError if it is none."""
-
-    def put(self, head: Any, source: str) -> None:
-        """Let a head draft from now on. Called between cycles."""
-
-    def rest(self, idle: bool) -> bool:
-        """Learn a little, if there is something to learn and time for it. Return whether that was so."""
-
-    def figures(self) -> dict[str, Any] | None:
-        """Return what was learnt; None if nothing is to be."""
-
-    def save(self) -> None:
-        """Write the head, if it is to be kept."""
 
 
 class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
-    def __init__(self, llm: LLM, settings: Settings, pools: Pools | None = None, heads: Heads | None = None) -> None:
-        """
-        Args:
-            pools: the texts of each owner that further requests are drafted from; None: nothing is remembered.
-            heads: replaces the head, and lets it learn; None: it stays as it is.
-        """
+    def __init__(self, llm: LLM, settings: Settings, pools: Any = None, heads: Any = None) -> None:
+        """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces and teaches the head."""
         self.llm = llm
         self.pools = pools
         self.heads = heads
@@ -98,8 +43,7 @@ class Service:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eyas-prepare")
 
     def warm_up(self) -> None:
-        """Decode a little, so that costs are measured and code is compiled before the first client
-        comes: on a GPU by every method that a request may ask for."""
+        """Decode a little before the first client comes, on a GPU by every method: costs are measured."""
         if self.llm.target.runner.records_cycles and (runner := RUNNER.plug) is not None:
             for name in self.engine.methods.names:
                 runner.warm_up(self.engine.methods.drafter(name))
@@ -107,11 +51,9 @@ class Service:
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True, features=features)
 
     def start(self) -> None:
-        """Begin to serve; called in the event loop."""
         self.engine.start()
 
     def stop(self) -> None:
-        """Give up everything and end the threads."""
         self.engine.stop()
         self._worker.shutdown()
         if self.pools is not None:
@@ -125,8 +67,7 @@ class Service:
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:
-        """Return the model that a client asks for; raise ApiError if it is not served. None: the target, without an
-        adapter."""
+        """Return the model that a client asks for; None is the target, without an adapter."""
         name = self.settings.name if asked is None else asked
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
@@ -136,19 +77,13 @@ class Service:
         return name
 
     def adapter_keywords(self, name: str) -> dict[str, str]:
-        """Return the keyword of `LLM.request` for a name of `models`."""
         return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that runs in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """Return a prompt as token ids; a text is tokenized without a chat template.
-
-        Args:
-            special: with the special tokens that the tokenizer adds.
-        """
+        """Return a prompt as token ids, without a chat template; `special`: with the tokens that the tokenizer adds."""
         if not isinstance(prompt, str):
             return tuple(prompt)
         return tuple(encode(self.tokenizer, prompt) if special else encode_part(self.tokenizer, prompt, "the prompt"))
@@ -158,9 +93,8 @@ class Service:
         check_ids(tokens, self.llm.target.vocab_size, "tokens")
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> MediaIds:
-        """Return a conversation as token ids, by the chat template of the tokenizer; with images, by the
-        template of the model's processor."""
+    def render(self, messages: Messages, **template: Any) -> MediaIds:
+        """Return a conversation as token ids, by the tokenizer's chat template; with images, by the processor's."""
         if holds_images(messages):
             return self.llm.media_prompt(with_images(messages), **template)
         return MediaIds(tuple(render(self.tokenizer, messages, **template)), {})
@@ -169,7 +103,7 @@ class Service:
     def tokenizer(self) -> Any:
         """The tokenizer; raise ApiError without one."""
         if self.llm.tokenizer is None:
-            raise ApiError(400, "this server has no tokenizer: give token ids to /v1/completions", param="prompt")
+            raise bad_request("this server has no tokenizer: give token ids to /v1/completions", "prompt")
         return self.llm.tokenizer
 
     async def submit(self, job: Job, owner: str) -> Answer:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.core.sockets import STRUCTURE
-from eyas.serve.errors import ApiError
+from eyas.serve.errors import JsonObject, bad_request
 from eyas.text import has_place_for_tools
 
-__all__ = ["Tools", "tools_of", "written_tools"]
-
+Tool = Mapping[str, Any]
 ANY_CALL = ("auto", "none", "required")
 WORDS = {"any": "required", **{word: word for word in ANY_CALL}}  # Anthropic and Mistral say any
 UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "function", "function": {{"name": ...}}}}'
@@ -26,44 +25,27 @@ UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "funct
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request.
+    listed: tuple[Tool, ...] = ()  # the functions, in OpenAI's form, of which the model is told
+    forced: tuple[str, ...] = ()  # functions one of which must be called
+    parallel: bool = True  # whether several calls may be made
 
-    Attributes:
-        listed: the functions, in OpenAI's form; () if the model is not told of any.
-        forced: names of the functions one of which must be called; () if none must.
-        parallel: whether several calls may be made.
-    """
-
-    listed: tuple[Mapping[str, Any], ...] = ()
-    forced: tuple[str, ...] = ()
-    parallel: bool = True
-
-    def constrain(self, keywords: dict[str, Any]) -> None:
-        """Hold the answer to a forced call, in the keywords of a Job. A response format is for answers that are no
-        call, so it does not matter then.
-
-        Raises:
-            ApiError: the keywords hold the answer to something else, which forbids calls.
-        """
+    def constrain(self, keywords: JsonObject) -> None:
+        """Hold the answer to a forced call, in the keywords of a Job. Refuse other structure, which forbids calls."""
         form = {"response_format": keywords.get("response_format")}
         if self.forced:
             keywords.pop("response_format", None)
             if STRUCTURE.plug_for("tool_choice").structure_of(keywords) is not None:
-                raise ApiError(
-                    400, "a tool_choice that forces a call excludes other structured output", param="tool_choice"
-                )
+                raise bad_request("a tool_choice that forces a call excludes other structured output", "tool_choice")
             keywords["grammar"] = self.grammar()
         elif self.listed and any(form.values()) and STRUCTURE.plug_for("response_format").structure_of(form):
-            raise ApiError(
-                400,
+            raise bad_request(
                 "tools and a response_format in one request are not served: the format would forbid every call. Leave "
                 "one out, or set tool_choice to required or none",
-                param="response_format",
+                "response_format",
             )
 
     def grammar(self) -> str:
-        """Return the grammar, in Lark's form, of one call of a forced function: {"name": ...,
-        "arguments": {...}}."""
+        """Return the grammar of one call of a forced function, in Lark's form."""
         functions = {tool["function"]["name"]: tool["function"] for tool in self.listed}
         calls, rules = [], []
         json_rule = STRUCTURE.plug_for("tool_choice").json_rule
@@ -81,8 +63,7 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools:
-    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`; raise ApiError where they
-    are wrong."""
+    """Return the Tools of a body's fields `tools`, `tool_choice` and `parallel_tool_calls`."""
     listed = tuple(_check(tool, number) for number, tool in enumerate(tools or (), start=1))
     if isinstance(choice, Mapping):
         parallel = False if choice.get("disable_parallel_tool_use") else parallel  # Anthropic's place for it
@@ -90,21 +71,19 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
             listed, choice = _allow(listed, choice.get("allowed_tools", choice))
     choice, names = _plain(choice), [tool["function"]["name"] for tool in listed]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools: the function {min(twice)!r} is there twice", param="tools")
+        raise bad_request(f"tools: the function {min(twice)!r} is there twice", "tools")
     if choice is None or choice in ANY_CALL:
         if choice == "required" and not names:
-            raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
+            raise bad_request("tool_choice is required, and there are no tools", "tool_choice")
         return Tools(
             () if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False
         )
     kind = "function" if choice in names else choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in ("function", "tool"):
-        raise ApiError(400, UNKNOWN_CHOICE, param="tool_choice")
+        raise bad_request(UNKNOWN_CHOICE, "tool_choice")
     name = _name(choice)
     if name not in names:
-        raise ApiError(
-            400, f"tool_choice names the function {name!r}, which is not among the tools", param="tool_choice"
-        )
+        raise bad_request(f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice")
     return Tools(listed, (str(name),), parallel is not False)
 
 
@@ -114,42 +93,40 @@ def _plain(choice: Any) -> Any:
     return WORDS.get(word.lower(), choice) if isinstance(word, str) else choice
 
 
-def _allow(listed: tuple[Mapping[str, Any], ...], choice: Any) -> tuple[tuple[Mapping[str, Any], ...], str]:
+def _allow(listed: tuple[Tool, ...], choice: Any) -> tuple[tuple[Tool, ...], str]:
     """Return the tools that OpenAI's `allowed_tools` leaves, and whether one of them must be called."""
     given = choice if isinstance(choice, Mapping) else {}
     tools, mode = given.get("tools"), given.get("mode", "auto")
     wanted = [_name(tool) for tool in tools] if isinstance(tools, list) else []
     known = [tool["function"]["name"] for tool in listed]
     if not wanted or mode not in ("auto", "required"):
-        raise ApiError(
-            400, 'tool_choice allowed_tools has a "mode", auto or required, and some "tools"', param="tool_choice"
-        )
+        raise bad_request('tool_choice allowed_tools has a "mode", auto or required, and some "tools"', "tool_choice")
     if missing := [name for name in wanted if name not in known]:
-        raise ApiError(
-            400, f"tool_choice allows the function {missing[0]!r}, which is not among the tools", param="tool_choice"
+        raise bad_request(
+            f"tool_choice allows the function {missing[0]!r}, which is not among the tools", "tool_choice"
         )
     return tuple(tool for tool in listed if tool["function"]["name"] in wanted), mode
 
 
 def _name(tool: Any) -> Any:
-    """Return the name of a function in one of OpenAI's two forms, or alone; None where it has none."""
+    """Return the name of a function in one of OpenAI's two forms, or alone; None without one."""
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     return inner.get("name") if isinstance(inner, Mapping) else inner
 
 
-def _check(tool: Any, number: int) -> Mapping[str, Any]:
+def _check(tool: Any, number: int) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ApiError(400, f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', param="tools")
+        raise bad_request(f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}', "tools")
     if not isinstance(function.get("parameters", {}), Mapping | None):
-        raise ApiError(400, f"the parameters of the function {function['name']!r} must be a JSON schema", param="tools")
+        raise bad_request(f"the parameters of the function {function['name']!r} must be a JSON schema", "tools")
     return tool  # type: ignore[no-any-return]
 
 
-def written_tools(tokenizer: Any, tools: Tools) -> dict[str, Any]:
+def written_tools(tokenizer: Any, tools: Tools) -> JsonObject:
     """Return the tools as a keyword of `text.render`; raise ApiError where the chat template has no place for them."""
     if not tools.listed:
         return {}
     if not has_place_for_tools(tokenizer, tools.listed):
-        raise ApiError(400, "this model's chat template has no place for tools: leave them out", param="tools")
+        raise bad_request("this model's chat template has no place for tools: leave them out", "tools")
     return {"tools": tools.listed}

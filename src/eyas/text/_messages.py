@@ -12,7 +12,8 @@ from typing import Any
 from eyas.errors import InputError, near
 from eyas.files import parse_json
 
-__all__ = ["REASONING", "ROLES", "check_messages", "check_unicode", "kind_of", "read_arguments", "template_keywords"]
+Message = Mapping[str, Any]
+Fields = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message may have; a chat template may refuse some of them."""
@@ -23,7 +24,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 """Type of a content part that is text (None: it has no type) -> the key that holds the text."""
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str] = ()) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Message], media: Collection[str] = ()) -> list[Fields]:
     """Return the messages as new dicts in the form that chat templates read:
 
         content       a string; the texts of content parts are joined by line breaks, as vLLM does. "" where a
@@ -47,7 +48,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]], media: Collection[str]
     return [_message(message, number, media) for number, message in enumerate(messages, start=1)]
 
 
-def _message(message: Any, number: int, media: Collection[str]) -> dict[str, Any]:
+def _message(message: Any, number: int, media: Collection[str]) -> Fields:
     if not isinstance(message, Mapping):
         raise InputError(f'message {number} must be a dict with "role" and "content", it is {kind_of(message)}')
     role = _role(message, number)
@@ -60,7 +61,7 @@ def _message(message: Any, number: int, media: Collection[str]) -> dict[str, Any
     return {**kept, "role": role, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _role(message: Mapping[str, Any], number: int) -> str:
+def _role(message: Message, number: int) -> str:
     if "role" not in message:
         raise InputError(f'message {number} has no "role": every message needs "role" and "content"')
     role = message["role"]
@@ -70,9 +71,6 @@ def _role(message: Mapping[str, Any], number: int) -> str:
     if role not in ROLES:
         raise InputError(f"message {number} has the unknown role {role[:100]!r}; {near(role[:100], ROLES)}")
     return role
-
-
-# --- content --------------------------------------------------------------------------------------
 
 
 def _content(content: Any, role: str, number: int, media: Collection[str]) -> Any:
@@ -90,7 +88,7 @@ def _content(content: Any, role: str, number: int, media: Collection[str]) -> An
     return parts if media else "\n".join(part["text"] for part in parts)
 
 
-def _part(part: Any, place: int, number: int, media: Collection[str]) -> dict[str, Any]:
+def _part(part: Any, place: int, number: int, media: Collection[str]) -> Fields:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind in media and kind != "text":
         return dict(part)
@@ -106,15 +104,12 @@ def _part(part: Any, place: int, number: int, media: Collection[str]) -> dict[st
     return _text_part(part[name], f"the content of message {number}")
 
 
-def _text_part(text: str, name: str) -> dict[str, Any]:
+def _text_part(text: str, name: str) -> Fields:
     check_unicode(text, name)
     return {"type": "text", "text": text}
 
 
-# --- calls and tools ------------------------------------------------------------------------------
-
-
-def _calls(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+def _calls(message: Message, number: int) -> list[Fields]:
     calls = message.get("tool_calls") or message.get("function_call") or ()
     calls = [calls] if isinstance(calls, Mapping) and not message.get("tool_calls") else calls
     if not isinstance(calls, list | tuple):
@@ -122,7 +117,7 @@ def _calls(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     return [_call(call, place, number) for place, call in enumerate(calls, start=1)]
 
 
-def _call(call: Any, place: int, number: int) -> dict[str, Any]:
+def _call(call: Any, place: int, number: int) -> Fields:
     whole = call if isinstance(call, Mapping) else {}
     outer = {key: value for key, value in whole.items() if value is not None}
     if "function" not in outer:  # a call without its frame, as in older data
@@ -151,13 +146,9 @@ def read_arguments(given: Any) -> Any:
         return given
 
 
-def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `render` that stand beside the messages in a line of a file: `tools` (or
-    the older `functions`), a list or its JSON, and `chat_template_kwargs`.
-
-    Raises:
-        InputError: one of them is of another kind.
-    """
+def template_keywords(record: Mapping[str, Any]) -> Fields:
+    """Return the keywords of `render` that stand beside the messages in a line of a file: `tools` or `functions`, a
+    list or its JSON, and `chat_template_kwargs`."""
     tools = _parsed(record.get("tools") or record.get("functions"))
     if not isinstance(tools, list | None) or not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise InputError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')
@@ -170,14 +161,10 @@ def template_keywords(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(given: Any) -> Any:
-    """Return a value, or what its JSON holds; None for an empty one."""
     try:
         return parse_json(given) if isinstance(given, str) and given.strip() else given or None
     except InputError:
         return given
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_unicode(text: str, name: str) -> None:
@@ -189,5 +176,4 @@ def check_unicode(text: str, name: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """Return what a wrong value is, for a message."""
     return "None" if value is None else f"of type {type(value).__name__}"

@@ -1,11 +1,9 @@
 """Token ids to text, piece by piece; stop strings.
 
-This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no
-length limit.
+This module knows one Hugging Face tokenizer. It knows no model, no end-of-sequence rule and no length limit.
 
-Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other
-tokens to a decoder of one of two kinds. For each kind there is a class here that does a bounded
-amount of work for a token:
+Incremental detokenising is exact. `tokenizer.decode` skips special tokens and hands the other tokens to a decoder of
+one of two kinds. For each kind there is a class here that does a bounded amount of work for a token:
 
     byte-level        tokens are bytes, the text is their UTF-8. An incremental UTF-8 decoder holds back at most three bytes.
     piece by piece    a token's text depends on its neighbours in three ways only: it is the first; it is the last; or it
@@ -13,8 +11,7 @@ amount of work for a token:
                       whole run is UTF-8, and else one replacement character for each byte. So no
                       text of a run is certain before the run ends.
 
-Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short
-window of tokens.
+Other tokenizers (written in Python, or with a decoder not listed here) are decoded over a short window of tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ from eyas.text._messages import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Detokeniser", "StopPiece", "StopStrings", "token_bytes"]
 
 
 class Detokeniser:
@@ -49,14 +44,12 @@ class Detokeniser:
         self._ended = False
 
     def feed(self, token_id: int) -> str:
-        """Read a token; returns the text that is certain now: the token's own, none, or held-back
-        text with it.
-        """
+        """Read a token; returns the text that is certain now."""
         assert not self._ended, "fed after flush"
         return self._engine.feed(token_id)
 
     def tail(self) -> str:
-        """Return the text that is held back, as it reads if no token follows. Changes nothing."""
+        """Return the text that is held back, as it reads if no token follows."""
         return "" if self._ended else self._engine.tail()
 
     def flush(self) -> str:
@@ -67,9 +60,6 @@ class Detokeniser:
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> _Bytes | _Pieces | _Window:
-    """Return the class for this tokenizer's decoder: byte-level, piece by piece, or the window for other
-    decoders.
-    """
     steps = _decoder_steps(tokenizer)
     if steps is None:
         return _Window(tokenizer)
@@ -88,13 +78,8 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> _Bytes | _Pieces | _Window:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, count: int) -> list[bytes | None]:
-    """Return the bytes that each of the ids 0..count - 1 adds in the middle of a text; None for
-    special tokens and for ids that the tokenizer does not have.
-
-    Raises:
-        ModelError: the text of a token is not its own (a tokenizer written in Python, or an unknown
-            decoder).
-    """
+    """Return the bytes that each of the ids 0..count - 1 adds in the middle of a text; None for special tokens and
+    ids that the tokenizer does not have. Raise ModelError if the text of a token is not its own."""
     engine = _engine(tokenizer)
     if not isinstance(engine, _Bytes | _Pieces):
         raise ModelError(
@@ -129,11 +114,8 @@ def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_local(steps: list[dict[str, Any]]) -> bool:
-    """Return True where a token's text depends on its neighbours only in the three ways that `_Pieces` handles.
-
-    Before Fuse the steps see tokens. After it they see one long token, where only steps on single
-    characters or on the beginning are local.
-    """
+    """Return whether a token's text depends on its neighbours only as `_Pieces` expects. Steps before Fuse see
+    tokens, steps after it one long token, where only steps on single characters or on the beginning are local."""
     fused = False
     for step in steps:
         kind = step["type"]
@@ -151,9 +133,7 @@ def _is_local(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable Latin-1 characters are themselves, U+0100 and
-    on are the other bytes.
-    """
+    """Return the alphabet of byte-level BPE: printable Latin-1 characters are themselves, others U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -242,7 +222,6 @@ class _Pieces:
         return self._between(piece).encode("utf-8")
 
     def _between(self, piece: str) -> str:
-        """Return the text of a piece between two anchors."""
         text = self._decode([self._ANCHOR, piece, self._ANCHOR])
         return text[self._begin : len(text) - self._end]
 
@@ -260,7 +239,6 @@ class _Pieces:
 
 
 def _common(a: str, b: str) -> int:
-    """Return the number of characters that two texts begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -269,10 +247,7 @@ def _is_byte_token(piece: str) -> bool:
 
 
 class _Window:
-    """Any other tokenizer: the tokens of a piece are decoded after those of the piece before.
-
-    Exact where a token's text depends on no earlier tokens than these.
-    """
+    """Any other tokenizer: the tokens of a piece are decoded after the piece before, as if that is all they need."""
 
     _MOST = 8  # tokens: a character has at most 4 bytes and a token at least one of them; twice that, to be safe
 
@@ -318,19 +293,11 @@ class StopPiece:
 class StopStrings:
     """Turns token ids into text that ends where a stop string begins.
 
-    A token hits when the text of all tokens up to it contains a stop string for the first time. If
-    it completes several, the one counts that ends first, and of those that end together the
-    longest: the one that a reader of single characters sees first. The text ends before that stop
-    string; the ids end with the token. Without stop strings it is a Detokeniser.
+    A token hits when the text of all tokens up to it contains a stop string for the first time. Of several, the one
+    counts that ends first, and of those that end together the longest. The text ends before it; the ids end with the
+    token. Text is held back only as long as it may still become a stop string.
 
         stops ["END", "."]    tokens "It was E" | "ND of" | " may." -> text "It was ", then "", hit "END" at the second token
-
-    Text is held back only as long as it may still become a stop string. With stop strings, an open
-    run of byte tokens is searched again at each of its tokens; all other work for a token is
-    bounded by the token and the stop strings.
-
-    Raises:
-        InputError: a stop string is not a string or is empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] | str | None = None) -> None:
@@ -341,9 +308,7 @@ class StopStrings:
         self._ended = False
 
     def feed(self, token_id: int) -> StopPiece:
-        """Read a token: the text that it adds and the stop string that it completes. After a hit no
-        token may follow.
-        """
+        """Read a token: the text that it adds and the stop string that it completes, which ends the text."""
         assert not self._ended, "fed after a stop string or flush"
         text = self._held + self._detokeniser.feed(token_id)
         if not self._stops:
@@ -358,9 +323,7 @@ class StopStrings:
         return StopPiece(text[: len(text) - keep], None)
 
     def tail(self) -> str:
-        """Return the text that is held back, as it reads if no token follows; none after a hit. Changes
-        nothing.
-        """
+        """Return the text that is held back, as it reads if no token follows; none after a hit."""
         return "" if self._ended else self._held + self._detokeniser.tail()
 
     def flush(self) -> str:
@@ -370,12 +333,12 @@ class StopStrings:
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Return (index at which it begins, stop string) of the stop string that is completed first."""
+        """Return (its begin, stop string) of the one that is completed first."""
         places = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
         return min(places)[1:] if places else None
 
     def _begun(self, text: str) -> int:
-        """Return the number of last characters that are the beginning of a stop string."""
+        """Return the number of last characters that begin a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - length :]
             if any(stop.startswith(end) for stop in self._stops):

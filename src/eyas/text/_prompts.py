@@ -9,23 +9,19 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
-from eyas.text._messages import check_messages, check_unicode, kind_of
+from eyas.text._messages import Message, check_messages, check_unicode, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Span", "encode", "encode_part", "for_template", "has_place_for_tools", "render", "reply_message", "write_chat",
-]  # fmt: skip
-
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Message]
 Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
@@ -36,12 +32,7 @@ QUESTION = [{"role": "user", "content": "?"}]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Tokenize a raw prompt, with the special tokens that the tokenizer itself adds (a leading <s>, or
-    none). It adds none that the text, such as a rendered chat, begins with.
-
-    Raises:
-        InputError: the prompt is not a string, is empty, is not valid Unicode, or gives no token.
-    """
+    """Tokenize a raw prompt with the tokenizer's own special tokens, but none that the text begins with."""
     if not isinstance(prompt, str):
         raise InputError(f"a prompt must be a string, this one is {kind_of(prompt)}")
     if not prompt:
@@ -58,7 +49,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> list[int]:
-    """Tokenize a part of a text, without special tokens; `name` is used in error messages."""
+    """Tokenize a part of a text, without special tokens; errors call it `name`."""
     check_unicode(text, name)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -77,8 +68,8 @@ def write_chat(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Message] | None = None,
+    chat_template_kwargs: Message | None = None,
     marks: bool = False,
     now: datetime | None = None,
 ) -> tuple[str, list[Span]]:
@@ -134,8 +125,7 @@ def write_chat(
 
 @lru_cache(64)
 def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do: it writes
-    the text of a part, and loses a string."""
+    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found, word = set[str](), "Word4you"
@@ -162,7 +152,7 @@ def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozen
     return frozenset(found)
 
 
-def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
+def _as_read(message: Message, parts: bool) -> Message:
     """Return a message whose content is a list of parts, or the text of these, joined by line breaks as vLLM does."""
     content = message["content"]
     content = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -170,8 +160,7 @@ def _as_read(message: Mapping[str, Any], parts: bool) -> Mapping[str, Any]:
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. Where it refuses the chat, or leaves a text of the system's after the first
-    message out without a word, it gets other forms of it (`forms.py`)."""
+    """Return what the template writes. Where it refuses the chat or leaves text out, it gets other forms of it."""
     from eyas.text.forms import SYSTEM, other_forms
 
     said = [_as_read(message, parts=False)["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
@@ -192,8 +181,7 @@ def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages
 
 
 def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: str) -> str:
-    """Return the number of the message with which the template's refusal begins, as a part of its error;
-    "" where the template refuses any chat."""
+    """Return the number of the message with which the refusal begins; "" where any chat is refused."""
 
     def refuses(messages: Messages) -> bool:
         try:
@@ -208,18 +196,14 @@ def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: s
     return f" (message {1 + bisect_left(counts, True, key=lambda count: refuses(chat[:count]))})"
 
 
-def for_template(chat: Messages, template: str) -> list[Mapping[str, Any]]:
-    """Return the checked messages as this template knows them.
-
-    Where it does not name the role "developer", such a message is "system", as llama.cpp and vLLM
-    have it, and one with the system's message before it: many templates allow only one. Where it
-    asks whether content is none, a message with nothing but calls has None.
-    """
+def for_template(chat: Messages, template: str) -> list[Message]:
+    """Return the checked messages as this template knows them: without a role "developer" that it does not name,
+    which joins the system's message before it, and with None for content that it asks about and is empty."""
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]
     if DEVELOPER.search(template):
         return list(chat)
-    named: list[Mapping[str, Any]] = []
+    named: list[Message] = []
     for message in chat:
         if message["role"] != "developer":
             named.append(message)
@@ -235,8 +219,8 @@ def _join(first: Any, second: Any) -> Any:
 
 
 def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> dict[str, str]:
-    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the `ends` are
-    marks, of reasoning or of calls, and stay; gpt-oss' channels become the keys that its template reads."""
+    """Return the assistant's message that these tokens are, as a chat template reads it. Special tokens but the
+    `ends` are marks and stay; gpt-oss' channels become the keys that its template reads."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
     inner = [token for token in ids if token not in special or token not in ends]
@@ -249,6 +233,5 @@ def reply_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: 
     return {"role": "assistant", "content": content, **({"thinking": thinking} if thinking else {})}
 
 
-def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the chat template writes the tools that the model may call into the prompt."""
+def has_place_for_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> bool:
     return write_chat(tokenizer, QUESTION, tools=tools) != write_chat(tokenizer, QUESTION)

@@ -1,15 +1,12 @@
-"""Other forms of a chat, for templates that refuse the one it has, or leave words of it out.
-
-A template is a program that was written for the chats its model was trained on. Clients repeat their whole history,
-so a conversation could never go on after one message that the template does not take. The forms say the same:
+"""Other forms of a chat, for templates that refuse the one it has, or leave words of it out; `_prompts.py` tries them.
+Clients repeat their whole history, so a conversation could never go on after one message that the template does not
+take.
 
     systems      texts of the system after the first turn move into the user's turns, where the template wants the
                  system at the beginning; all of them do where it knows no system
     ids          of calls become nine letters and digits (Mistral's templates take no others)
     arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
                  between other text
-
-This module knows no template: `_prompts.py` tries the forms.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from hashlib import sha256
 from itertools import count, product
 from typing import Any
 
-__all__ = ["other_forms"]
+from eyas.text._messages import Message
 
-Chat = list[Mapping[str, Any]]
+Chat = list[Message]
 SYSTEM = ("system", "developer")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-def other_forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
+def other_forms(chat: Sequence[Message]) -> Iterator[Chat]:
     """Yield each other form of a checked chat once, those that change least first."""
     seen = [list(chat)]
     for systems, ids, arguments in product((_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS):
@@ -42,12 +39,8 @@ def _same(chat: Chat) -> Chat:
     return chat
 
 
-# --- the system's texts ---------------------------------------------------------------------------------
-
-
 def _system_first(chat: Chat) -> Chat:
-    """Return the chat with one message of the system's, at the beginning. Each later text ends the turn of the user's
-    or of a tool's before it, or begins the user's after it, so that turns still alternate."""
+    """Return the chat with one system message, at the beginning; later texts join the user's or a tool's turns."""
     head = next((i for i, message in enumerate(chat) if message["role"] not in SYSTEM), len(chat))
     made: Chat = [_joined(chat[:head])] if head else []
     open_turn = False  # whether the last turn holds a text of the system's and may go on
@@ -70,8 +63,8 @@ def _no_system(chat: Chat) -> Chat:
     return [_joined([first, made[1]]), *made[2:]] if made[1:2] and made[1]["role"] == "user" else [first, *made[1:]]
 
 
-def _joined(messages: Chat) -> Mapping[str, Any]:
-    """Return messages as one, of the first one's role. Their contents are texts, or parts for a model that reads images."""
+def _joined(messages: Chat) -> Message:
+    """Return messages as one, of the first one's role. Their contents are texts or parts."""
     if len(messages) == 1:
         return messages[0]
     listed = [_parts(message["content"]) for message in messages]
@@ -83,16 +76,12 @@ def _joined(messages: Chat) -> Mapping[str, Any]:
     return {**messages[0], "content": parts[0]["text"] if strings else parts}
 
 
-def _parts(content: Any) -> list[Mapping[str, Any]]:
+def _parts(content: Any) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-# --- calls ----------------------------------------------------------------------------------------------
-
-
 def _short_ids(chat: Chat) -> Chat:
-    """Return the chat with ids of nine letters and digits, equal ones where they were equal. Calls and results without
-    an id belong together in their order."""
+    """Return the chat with ids of nine letters and digits; calls and results without an id belong together in order."""
     calls, results = count(), count()
 
     def short(given: Any, number: int) -> str:
@@ -112,7 +101,7 @@ def _short_ids(chat: Chat) -> Chat:
 
 
 def _with_arguments(changed: Callable[[Any], Any]) -> Callable[[Chat], Chat]:
-    def change(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    def change(call: Message) -> Message:
         return {**call, "function": {**call["function"], "arguments": changed(call["function"]["arguments"])}}
 
     return lambda chat: [

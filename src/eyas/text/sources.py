@@ -1,12 +1,11 @@
-"""Where data is read from: a file of this machine, or a URL that fsspec opens (s3://, gs://, hf://, https://, ...).
-
-A file at a URL is read as a stream, from its beginning each time that it is asked for; nothing of it is kept here. Of a
-Parquet file, each row is read as the JSON object that it would be as a line of a JSONL file. This module knows no
-tokenizer and no model.
+"""Where data is read from: a file of this machine, or a URL that fsspec opens (s3://, gs://, hf://, https://, ...),
+which is read as a stream. Each row of a Parquet file is read as the JSON object that it would be as a line of a
+JSONL file.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import zlib
@@ -14,14 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from eyas.errors import EyasError, InputError, OptionError, first_line
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-__all__ = ["File", "RemoteFile", "as_file", "file_system", "is_parquet", "opened", "parquet_rows", "read_errors"]
 
 PARQUET = ".parquet"
 ROWS = 256  # of a Parquet file that are in memory at a time
@@ -38,12 +32,10 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Return the last part of its path."""
         path = next(part for part in self.url.split("::") if "://" in part)
         return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
 
     def __truediv__(self, name: str) -> RemoteFile:
-        """Return a file in this folder."""
         return RemoteFile(f"{self.url.rstrip('/')}/{name}")
 
     def read_bytes(self) -> bytes:
@@ -56,7 +48,6 @@ File = Path | RemoteFile
 
 
 def as_file(path: str | Path | RemoteFile) -> File:
-    """Return the file that a path or a URL names."""
     if isinstance(path, str):
         return RemoteFile(path) if "://" in path else Path(path)
     return path
@@ -85,38 +76,26 @@ def read_errors(file: File) -> Iterator[None]:
 
 
 def opened(file: File) -> io.BufferedReader:
-    """Open a file for its bytes; the caller closes it.
-
-    Raises:
-        OptionError: the package that reads such a URL is missing.
-        OSError, or what that package raises: the file cannot be opened.
-    """
+    """Open a file for its bytes; the caller closes it."""
     if isinstance(file, Path):
         return open(file, "rb")
     import fsspec
 
-    with _package_errors(file):
+    with package_errors(file):
         stream = fsspec.open(file.url, "rb").open()
     return io.BufferedReader(stream)
 
 
-def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system of a URL, and the folder's path in it.
-
-    Raises:
-        OptionError: the package that reads such a URL is missing.
-        InputError: fsspec does not know this kind of URL.
-    """
-    from fsspec.core import url_to_fs
-
-    with read_errors(folder), _package_errors(folder):
-        files, path = url_to_fs(folder.url)
-    return files, path
+@contextmanager
+def open_file(file: File) -> Iterator[IO[bytes]]:
+    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block."""
+    with read_errors(file), opened(file) as plain:
+        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
+        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
 
 
 @contextmanager
-def _package_errors(file: RemoteFile) -> Iterator[None]:
-    """Turn the error of a missing package into a line that says how to install it."""
+def package_errors(file: RemoteFile) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
@@ -124,7 +103,7 @@ def _package_errors(file: RemoteFile) -> Iterator[None]:
 
 
 def _repair(file: RemoteFile) -> str:
-    """Return the command that installs what reads a URL, or nothing where fsspec's own message is all there is."""
+    """Return the command that installs what reads a URL, if there is more than fsspec's own message."""
     from fsspec.registry import known_implementations
 
     protocols = [part.partition("://")[0] for part in file.url.split("::")]
@@ -135,21 +114,12 @@ def _repair(file: RemoteFile) -> str:
     return f"; pip install {' '.join(missing)}" if missing else ""
 
 
-# --- Parquet
-
-
 def is_parquet(file: File) -> bool:
-    """Return whether a file is a table in Parquet, by its name."""
     return file.name.lower().endswith(PARQUET)
 
 
 def parquet_rows(file: File) -> Iterator[bytes]:
-    """Yield each row of a Parquet file as JSON, without its nulls: a table cannot tell them from absent keys.
-
-    Raises:
-        OptionError: pyarrow is missing.
-        InputError: the file cannot be read, or is damaged.
-    """
+    """Yield each row of a Parquet file as JSON, without its nulls: a table cannot tell them from absent keys."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

@@ -54,7 +54,7 @@ class ReplicaServer:
 
     async def change_head(self, source: str) -> None:
         """Let the head of a folder or hub id draft from the next cycle on."""
-        from eyas.serve.heads import change_head
+        from eyas.serve.info import change_head
 
         await change_head(self.service, source)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InputError, first_line
 from eyas.text import Span, has_place_for_tools, template_keywords, write_chat
-from eyas.text.chat_files import messages_of
+from eyas_lab.chat_files import messages_of
 from eyas_train._replies import find_replies, is_trained
 
 if TYPE_CHECKING:

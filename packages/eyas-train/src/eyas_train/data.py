@@ -37,8 +37,8 @@ from torch import Tensor
 from eyas import text
 from eyas.errors import InputError, OptionError
 from eyas.nn import Documents
-from eyas.text.chat_files import chat_lines, decode_line, is_chat_file, open_file, parse_chat_line
-from eyas.text.sources import File, as_file, opened, read_errors
+from eyas.text.sources import File, as_file, open_file, opened, read_errors
+from eyas_lab.chat_files import chat_lines, decode_line, is_chat_file, parse_chat_line
 from eyas_train._chat import FIRST_COUNTABLE, ChatReader
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from eyas.core.sampling import Sampling
 from eyas.errors import InputError
 from eyas.metrics import StepTotals
 from eyas.text import render, reply_message, template_keywords
-from eyas.text.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
 from eyas.text.sources import as_file
+from eyas_lab.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
 from eyas_train._replies import has_weight
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import load
@@ -26,15 +26,32 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.files import write_errors
-from eyas.text.sources import RemoteFile, as_file, file_system, read_errors
+from eyas.text.sources import RemoteFile, as_file, package_errors, read_errors
 from eyas_train._tensors import Header, parse_header
 from eyas_train.store import FeatureStore
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 __all__ = ["RemoteStore", "open_store"]
 
 MAX_HEADER_BYTES = 1 << 16  # read of a shard's beginning; its header has about a hundred bytes for each layer
 
 Key = tuple[int, int]  # number of an example, layer
+
+
+def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system of a URL, and the folder's path in it.
+
+    Raises:
+        OptionError: the package that reads such a URL is missing.
+        InputError: fsspec does not know this kind of URL.
+    """
+    from fsspec.core import url_to_fs
+
+    with read_errors(folder), package_errors(folder):
+        files, path = url_to_fs(folder.url)
+    return files, path
 
 
 class Part(NamedTuple):

@@ -14,8 +14,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eyas.errors import InputError, OptionError
-from eyas.text.chat_files import chat_lines
 from eyas.text.sources import RemoteFile, as_file, opened
+from eyas_lab.chat_files import chat_lines
 from eyas_train.store import FeatureStore
 
 Run = Callable[..., Any]

@@ -1,12 +1,9 @@
-"""The page of the server, as files; and the same view as one file that needs no other file
-(`eyas generate --view`).
+"""The page of the server, as files; and the same view as one file that needs no other file (`eyas generate --view`).
 
-The files of this folder are served as they are: no build step, no library, nothing from the
-network. Texts of models and users enter the page as text nodes only, and the browser is told so:
-under `SERVED_POLICY` no inline script runs and no markup is parsed.
-
-`one_file` puts the same modules into one script. For this, each import is on one line, and
-`export` comes before what it exports. This module knows no web framework.
+The files are served as they are: no build step, no library, nothing from the network. Texts of models and users
+enter the page as text nodes only; under `SERVED_POLICY` no inline script runs and no markup is parsed. `one_file`
+puts the modules into one script: each import is on one line, and `export` comes before what it exports. This module
+knows no web framework.
 """
 
 from __future__ import annotations
@@ -34,11 +31,7 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re
 
 
 def one_file(data: Mapping[str, Any]) -> str:
-    """Return an HTML page that shows one answer.
-
-    Args:
-        data: prompt, target, method, tau, seconds, and the objects of `cycles.CycleWriter` as cycles.
-    """
+    """Return an HTML page that shows one answer: prompt, target, method, tau, seconds, and its cycles."""
     style = "\n".join(_read(name) for name in STYLES)
     script = "\n".join(_modules("file"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'; {NO_MARKUP}"
@@ -47,8 +40,7 @@ def one_file(data: Mapping[str, Any]) -> str:
 
 
 def _modules(entry: str, done: set[str] | None = None) -> list[str]:
-    """Return a module and those that it imports, each after what it needs, as functions that return what they
-    export."""
+    """Return a module and those that it imports, as functions that return their exports."""
     done = set() if done is None else done
     done.add(entry)
     source = _read(f"{entry}.js")

@@ -8,8 +8,6 @@ from fastapi.responses import Response
 
 from eyas.serve.page import FOLDER, MEDIA_TYPES, SERVED_POLICY
 
-__all__ = ["router"]
-
 HEADERS = {
     "content-security-policy": SERVED_POLICY,
     "x-content-type-options": "nosniff",
@@ -22,13 +20,11 @@ router = APIRouter(include_in_schema=False)
 
 @router.api_route("/", methods=["GET", "HEAD"])
 def index() -> Response:
-    """Return the page."""
     return file("index.html")
 
 
 @router.get("/page/{name}")
 def file(name: str) -> Response:
-    """Return a module, style or picture of the page."""
     path = FOLDER / name
     if path.suffix not in MEDIA_TYPES or path.parent != FOLDER or not path.is_file():
         raise HTTPException(404, f"the page has no file {name!r}")

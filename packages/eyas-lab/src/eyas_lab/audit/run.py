@@ -34,6 +34,8 @@ from eyas_lab.audit.statistics import Evidence, Finding, holm, run_tests, sequen
 
 __all__ = ["Plan", "Records", "audit"]
 
+Fields = dict[str, Any]
+
 OnProgress = Callable[[int, int, str], None]  # (done, total, what)
 ENOUGH = 0.9  # power with which each bias must be found, or there is not enough data
 SEQUENCE = Sampling(temperature=1.0, top_k=3)
@@ -117,7 +119,7 @@ class _Run:
 
     # --- greedy ---
 
-    def greedy(self) -> dict[str, Any]:
+    def greedy(self) -> Fields:
         plan, texts = self.plan, dict[str, list[Answer]]()
         asks = [Ask(prompt, plan.max_new_tokens, Sampling()) for prompt in plan.prompts]
         order = {"plain 1": self.plain, "alone 1": self.deployment, "alone 2": self.deployment, "plain 2": self.plain}
@@ -126,7 +128,7 @@ class _Run:
             self.on_progress(done, len(order), f"greedy, {name}")
             part = f"greedy-{name.replace(' ', '-')}"
             texts[name] = self.records.answers(part, partial(answer_all, asked, asks, name == "together"))
-        flips, errors, judged = list[dict[str, Any]](), list[dict[str, Any]](), 0
+        flips, errors, judged = list[Fields](), list[Fields](), 0
         for mode in ("alone 1", "together"):
             for number, answer in enumerate(texts[mode]):
                 judged += len(answer.ids)
@@ -149,7 +151,7 @@ class _Run:
             "logprobs": self._logprobs(texts["alone 1"]),
         }
 
-    def _departures(self, prompt: Sequence[int], answer: Answer) -> list[dict[str, Any]]:
+    def _departures(self, prompt: Sequence[int], answer: Answer) -> list[Fields]:
         """Return the tokens of a greedy answer that are not the most probable ones, given the text before them."""
         if not answer.ids:
             return []
@@ -169,7 +171,7 @@ class _Run:
         places = (first_difference(a.ids, b.ids) for a, b in zip(plain, other, strict=True))
         return [{"prompt": i, "place": place} for i, place in enumerate(places) if place is not None]
 
-    def _logprobs(self, answers: Sequence[Answer]) -> dict[str, Any] | None:
+    def _logprobs(self, answers: Sequence[Answer]) -> Fields | None:
         """Compare log-probabilities with the referee's, over greedy tokens."""
         differences, allowed = [], []
         for prompt, answer in zip(self.plan.prompts, answers, strict=True):
@@ -185,7 +187,7 @@ class _Run:
 
     # --- sampled ---
 
-    def pilot(self) -> list[dict[str, Any]]:
+    def pilot(self) -> list[Fields]:
         """Return the power of the sampled part for each sampling, from plain answers."""
         found = []
         for i, sampling in enumerate(self.plan.samplings):
@@ -214,7 +216,7 @@ class _Run:
         chosen = int(np.argmax(entropies))
         return chosen, laws[chosen]
 
-    def sample(self) -> list[dict[str, Any]]:
+    def sample(self) -> list[Fields]:
         """Return the tests of each sampling."""
         plan, found = self.plan, []
         for i, sampling in enumerate(plan.samplings):
@@ -286,8 +288,8 @@ def audit(
     folder: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     on_progress: OnProgress = lambda done, total, what: None,
-    on_power: Callable[[list[dict[str, Any]]], None] = lambda table: None,
-) -> dict[str, Any]:
+    on_power: Callable[[list[Fields]], None] = lambda table: None,
+) -> Fields:
     """Return the report of an audit, as `audit.report` reads it; its "verdict" is "passed", "failed" or
     "not enough data".
 
@@ -299,7 +301,7 @@ def audit(
     """
     kept = {**(settings or {}), "plan": {**asdict(plan), "samplings": [describe(s) for s in plan.samplings]}}
     run = _Run(deployment, plain, referee, plan, Records(folder, kept), on_progress)
-    report: dict[str, Any] = {"deployment": deployment.name, "plain": plain.name, "dtype": referee.dtype}
+    report: Fields = {"deployment": deployment.name, "plain": plain.name, "dtype": referee.dtype}
     report |= {"plan": {**asdict(plan), "prompts": len(plan.prompts)}, "greedy": run.greedy(), "sampled": []}
     if plan.tokens and plan.samplings:
         report["power"] = run.pilot()
@@ -309,7 +311,7 @@ def audit(
     return judge(report, plan.error)
 
 
-def judge(report: dict[str, Any], error: float) -> dict[str, Any]:
+def judge(report: Fields, error: float) -> Fields:
     """Return the report with its verdict and the reasons."""
     tests: list[tuple[str, Finding]] = [(one["sampling"], test) for one in report["sampled"] for test in one["tests"]]
     if (sequences := report.get("sequences")) is not None:

@@ -27,6 +27,8 @@ from eyas_lab.audit.deployments import Answer, Ask
 
 __all__ = ["ServerDeployment"]
 
+JsonObject = Mapping[str, Any]
+
 LOCAL = ("localhost", "127.0.0.1", "::1")
 DRAFTED = "spec_decode_num_draft_tokens_total"
 # Fields beyond OpenAI's that return token ids or log-probabilities; the audit uses the first set that the server accepts.
@@ -61,7 +63,7 @@ class ServerDeployment:
         *,
         model: str = "",
         rows: int = 4,
-        extra: Mapping[str, Any] | None = None,
+        extra: JsonObject | None = None,
         key: str = "",
         timeout: float = 600.0,
     ) -> None:
@@ -127,7 +129,7 @@ class ServerDeployment:
         base = {"model": self.model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens}
         return {**base, **self.fields, **self.extra, **given}  # what is audited is not replaced
 
-    def _ids(self, choice: Mapping[str, Any]) -> list[int]:
+    def _ids(self, choice: JsonObject) -> list[int]:
         if self.ids_from == "token_ids":
             return [int(token) for token in choice["token_ids"]]
         if self.ids_from == "logprobs":
@@ -141,13 +143,13 @@ class ServerDeployment:
         except (LookupError, TypeError):
             raise InputError(f"{self.url}/models lists no model: is this the base URL of the interface?") from None
 
-    def _complete(self, body: Mapping[str, Any]) -> Any:
+    def _complete(self, body: JsonObject) -> Any:
         response = self._send("/completions", body)
         if not isinstance(response, dict) or not response.get("choices"):
             raise InputError(f"{self.url}/completions has answered without choices: {one_line(response, 120)}")
         return response
 
-    def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _send(self, path: str, body: JsonObject | None) -> Any:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
@@ -163,7 +165,7 @@ class ServerDeployment:
             raise InputError(f"{self.url}{path} does not answer in JSON") from error
 
 
-def _place_of_ids(choice: Mapping[str, Any]) -> str:
+def _place_of_ids(choice: JsonObject) -> str:
     if choice.get("token_ids"):
         return "token_ids"
     try:
@@ -172,14 +174,14 @@ def _place_of_ids(choice: Mapping[str, Any]) -> str:
         return "text"
 
 
-def _ids_of_logprobs(choice: Mapping[str, Any]) -> list[int]:
+def _ids_of_logprobs(choice: JsonObject) -> list[int]:
     logprobs = choice["logprobs"]
     if "content" in logprobs:  # llama.cpp
         return [int(entry["id"]) for entry in logprobs["content"]]
     return [int(token.removeprefix("token_id:")) for token in logprobs["tokens"] if token.startswith("token_id:")]
 
 
-def _logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
+def _logprobs(choice: JsonObject) -> tuple[float, ...] | None:
     found = choice.get("logprobs") or {}
     values = [entry["logprob"] for entry in found["content"]] if "content" in found else found.get("token_logprobs")
     return tuple(map(float, values)) if values and None not in values else None

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from eyas_lab.audit import Deployment, Plan, Referee
     from eyas_lab.audit.run import OnProgress
 
+Fields = Mapping[str, Any]
+
 GROUP = "Information"
 STATUS = {"passed": 0, "failed": 1, "not enough data": 3}
 PROMPTS = (
@@ -186,9 +188,9 @@ def _deployment(
     job: AuditOptions,
     model: TargetOptions,
     draft: DraftOptions,
-    options: Mapping[str, Any],
+    options: Fields,
     plain: LLM,
-    extra: Mapping[str, Any],
+    extra: Fields,
 ) -> Deployment:
     from eyas_lab.audit import EyasDeployment, TransformersDeployment
 
@@ -204,12 +206,12 @@ def _deployment(
     return EyasDeployment(_drafting(model, draft, options), rows=job.concurrency)
 
 
-def _drafting(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
+def _drafting(model: TargetOptions, draft: DraftOptions, options: Fields) -> LLM:
     """Return the target with a draft in every cycle, unless the user wants it otherwise."""
     return load(model, draft if draft.tree else replace(draft, tree="fixed"), options)
 
 
-def _server(url: str, job: AuditOptions, llm: LLM, extra: Mapping[str, Any]) -> Deployment:
+def _server(url: str, job: AuditOptions, llm: LLM, extra: Fields) -> Deployment:
     from eyas.text import encode_part
     from eyas_lab.audit import ServerDeployment
 
@@ -237,7 +239,7 @@ def _run_audit(
     referee: Referee,
     plan: Plan,
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: Fields,
 ) -> dict[str, Any]:
     """Run an audit, show the power before the sampled part, and write the report."""
     from eyas_lab.audit.report import write_report
@@ -274,7 +276,7 @@ def _progress() -> Iterator[OnProgress]:
         yield lambda done, total, what: bar.show(done, what, total)
 
 
-def _shown(report: Mapping[str, Any], folder: Path, as_json: bool) -> int:
+def _shown(report: Fields, folder: Path, as_json: bool) -> int:
     from eyas_lab.audit.report import greedy_lines, sampled_rows
 
     print(f"{report['deployment']}: {report['verdict']}")
@@ -292,7 +294,7 @@ def _self_test(
     job: AuditOptions,
     model: TargetOptions,
     draft: DraftOptions,
-    options: Mapping[str, Any],
+    options: Fields,
     plain: LLM,
     plan: Plan,
     folder: Path,

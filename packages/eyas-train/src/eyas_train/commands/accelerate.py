@@ -28,10 +28,8 @@ from eyas.cli.tools import (
     SamplingOptions,
     TargetOptions,
     UsageError,
-    check_exact,
     interruptible,
     load,
-    load_target,
     need_tokenizer,
     note,
     option_group,
@@ -44,6 +42,7 @@ from eyas_lab.commands import bench
 from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
 from eyas_train.commands._data import check_files
+from eyas_train.commands._targets import check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM

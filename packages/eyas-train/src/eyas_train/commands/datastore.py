@@ -95,8 +95,8 @@ def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
 
 def _source(path: str, tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Source:
     """Return a file as a source, which is read when its turn comes."""
-    from eyas.text.chat_files import is_chat_file
     from eyas.text.sources import as_file
+    from eyas_lab.chat_files import is_chat_file
     from eyas_lab.datastore import Source
     from eyas_train.data import Report, check_lines, data_hash, raw_lines
 

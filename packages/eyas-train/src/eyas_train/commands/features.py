@@ -24,7 +24,6 @@ from eyas.cli.tools import (
     TrainMethodOptions,
     UsageError,
     interruptible,
-    load_target,
     need_tokenizer,
     note,
     on_cluster,
@@ -36,6 +35,7 @@ from eyas.errors import InputError, OptionError
 from eyas.locks import locked_output
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_files, read_data
+from eyas_train.commands._targets import load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM

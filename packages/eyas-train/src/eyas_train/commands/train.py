@@ -25,10 +25,8 @@ from eyas.cli.tools import (
     TargetOptions,
     TrainMethodOptions,
     UsageError,
-    check_exact,
     cores_for,
     interruptible,
-    load_target,
     need_packages,
     note,
     option_group,
@@ -39,6 +37,7 @@ from eyas.cli.tools import (
 from eyas.errors import EyasError, OptionError
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_source, training_data, training_options
+from eyas_train.commands._targets import check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM

@@ -23,6 +23,9 @@ from eyas_train.formats._eagle3 import publish
 
 __all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "fields", "usage", "write_file"]
 
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
 NAME, SUFFIX = "gguf", ".gguf"
 EXPORTS = ("eagle3", "dflash", "dflash2", "dspark", "mtp")
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
@@ -43,7 +46,7 @@ class Field(NamedTuple):
     """The type of an array's elements."""
 
 
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
     """Return the settings and tensors of a file. Raise CheckpointError for what llama.cpp does not compute."""
     if method == "mtp":
         _check_module(config, tensors)
@@ -68,9 +71,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     return {**general, **fields(file, "tokenizer."), **whole}, named
 
 
-def write_file(
-    path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget, dtype: str
-) -> None:
+def write_file(path: Path, settings: Config, tensors: Tensors, target: ExportTarget, dtype: str) -> None:
     """Write what `export` returns; `dtype` is one of DTYPES, or empty for the head's own."""
     sample = next(tensor for name, tensor in tensors.items() if name.endswith(("fc.weight", "eh_proj.weight")))
     dtype = dtype or OWN_DTYPES[sample.dtype]
@@ -80,7 +81,7 @@ def write_file(
         _store(path, {**settings, "general.file_type": FILE_TYPES[dtype]}, tensors, dtype)
 
 
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+def usage(method: str, config: Config, folder: str, target: str) -> list[str]:
     """Return lines, of a shell or of Python, by which llama.cpp runs the head."""
     if method == "mtp":
         return [f"llama-server -m {folder} --spec-type draft-mtp --spec-draft-n-max 3"]
@@ -102,9 +103,7 @@ def _target_file(target: ExportTarget) -> File:
 # --- kinds of heads ----------------------------------------------------------------------------------
 
 
-def _eagle3(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _eagle3(config: Config, tensors: Tensors, file: File) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ours, published, theirs = publish(config, tensors, "layers.0", "llama.cpp")
     layers = _own_layers(file)
     features = list(ours["feature_layers"] or (2, layers // 2, layers - 3))
@@ -133,9 +132,7 @@ def _eagle3(
     return settings, _renamed(theirs, gguf_names.eagle3_names()) | _vocabulary(tensors) | _rope_factors(published)
 
 
-def _block(
-    method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _block(method: str, config: Config, tensors: Tensors, file: File) -> tuple[dict[str, Any], dict[str, Tensor]]:
     layers, has_markov = config["layers"], bool(config["markov_rank"])
     windows, causal = config.get("windows") or (), config.get("causal") or (False,) * layers
     tables = {"embed.weight", "head.weight"} & tensors.keys()
@@ -180,7 +177,7 @@ def _block(
     return settings, named | _vocabulary(tensors) | _rope_factors(published)
 
 
-def _check_module(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_module(config: Config, tensors: Tensors) -> None:
     if _plain(config["target_model_type"]) not in map(_plain, gguf_names.MTP_TYPES.values()):
         raise CheckpointError(
             f"the module's target is a {config['target_model_type']}, for which llama.cpp has no multi-token prediction that eyas knows "
@@ -191,7 +188,7 @@ def _check_module(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> N
         raise CheckpointError("the module shares its last norm with others, which such files do not say")
 
 
-def _module(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: File) -> Published:
+def _module(config: Config, tensors: Tensors, file: File) -> Published:
     """Return the target's settings, one layer more, and the module as that layer."""
     if _plain(gguf_names.MTP_TYPES.get(file.architecture, "")) != _plain(config["target_model_type"]):
         raise CheckpointError(
@@ -233,7 +230,7 @@ def _own_layers(file: File) -> int:
     return int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
 
 
-def _refuse(facts: Mapping[str, Any]) -> None:
+def _refuse(facts: Config) -> None:
     """Raise CheckpointError for the first fact that is true of the head."""
     if fact := next((fact for fact, holds in facts.items() if holds), None):
         raise CheckpointError(f"the head has {fact}, which llama.cpp does not compute")
@@ -247,7 +244,7 @@ def _refuse_last(features: Any, layers: int) -> None:
         )
 
 
-def _layer_settings(published: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_settings(published: Config) -> dict[str, Any]:
     """Return the settings of the keys of a LLaMA config.json."""
     settings = {theirs: published[ours] for ours, theirs in gguf_names.LAYER_KEYS.items()}
     for key in ("rope_theta", "rms_norm_eps"):
@@ -269,7 +266,7 @@ def _layer_settings(published: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(published: Mapping[str, Any]) -> dict[str, Tensor]:
+def _rope_factors(published: Config) -> dict[str, Tensor]:
     scaling = published["rope_scaling"]
     if not scaling or scaling["rope_type"] != "llama3":
         return {}
@@ -278,13 +275,13 @@ def _rope_factors(published: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _renamed(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors under the file's names, without maps of the vocabulary."""
     theirs = {ours: name for name, ours in names.items()}
     return {theirs[name]: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d", "draft_ids")}
 
 
-def _vocabulary(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _vocabulary(tensors: Tensors) -> dict[str, Tensor]:
     """Return d2t, which holds the target's ids themselves."""
     return {"d2t": tensors["draft_ids"]} if "draft_ids" in tensors else {}
 
@@ -320,9 +317,7 @@ def fields(file: File, prefix: str = "") -> dict[str, Field]:
     }
 
 
-def _store(
-    path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: str, beside: File | None = None
-) -> None:
+def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, beside: File | None = None) -> None:
     """Write a file.
 
     Args:

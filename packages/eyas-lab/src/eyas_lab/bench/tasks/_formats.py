@@ -23,9 +23,12 @@ from typing import Any, NamedTuple
 from eyas.core.params import is_whole
 from eyas.errors import InputError, near
 from eyas.text import template_keywords
-from eyas.text.chat_files import messages_of
+from eyas_lab.chat_files import messages_of
 
 __all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line", "speed_bench_line"]
+
+Record = Mapping[str, Any]
+Fields = dict[str, Any]
 
 OWN = ("prompt", "messages", "turns", "prompt_ids")  # a line of the user's own file holds exactly one of them
 NAMES = ("id", "question_id", "prompt_id", "task_id")  # keys of a line's id in the formats; the first one counts
@@ -46,7 +49,7 @@ class Prompt:
     raw: bool = False  # plain continuation, without the chat template
     messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with the question
     prompt_ids: tuple[int, ...] | None = None
-    template: Mapping[str, Any] = field(default_factory=dict, repr=False)  # tools and the like, for LLM.generate
+    template: Record = field(default_factory=dict, repr=False)  # tools and the like, for LLM.generate
 
 
 class ParsedLine(NamedTuple):
@@ -54,7 +57,7 @@ class ParsedLine(NamedTuple):
 
     name: str | None  # its own id
     category: str  # "" where the format has none
-    fields: dict[str, Any]  # fields of Prompt
+    fields: Fields  # fields of Prompt
 
 
 def parse_line(record: Any) -> ParsedLine:
@@ -109,41 +112,41 @@ def check_own_line(record: Any) -> None:
 # --- the formats -------------------------------------------------------------------------------------
 
 
-def _turns(record: Mapping[str, Any]) -> dict[str, Any]:
+def _turns(record: Record) -> Fields:
     return {"turns": _texts(record["turns"], "turns")}
 
 
-def _prompt(record: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt(record: Record) -> Fields:
     prompt = record["prompt"]
     return {"turns": _texts(prompt, "prompt") if isinstance(prompt, list) else (_text(prompt, "prompt"),)}
 
 
-def _question(record: Mapping[str, Any]) -> dict[str, Any]:
+def _question(record: Record) -> Fields:
     key = "question" if "question" in record else "question_text"
     return {"turns": (_text(record[key], key),)}
 
 
-def _article(record: Mapping[str, Any]) -> dict[str, Any]:
+def _article(record: Record) -> Fields:
     return {"turns": (SUMMARISE + _text(record["article"], "article"),)}
 
 
-def _instruction(record: Mapping[str, Any]) -> dict[str, Any]:
+def _instruction(record: Record) -> Fields:
     instruction, more = _text(record["instruction"], "instruction"), record.get("input")
     return {"turns": (f"{instruction}\n\n{_text(more, 'input')}" if more else instruction,)}
 
 
-def _continuation(record: Mapping[str, Any]) -> dict[str, Any]:
+def _continuation(record: Record) -> Fields:
     return {"turns": (_text(record["prompt"], "prompt"),), "raw": True}
 
 
-def _ids(record: Mapping[str, Any]) -> dict[str, Any]:
+def _ids(record: Record) -> Fields:
     ids = record["prompt_ids"]
     if not (isinstance(ids, list) and ids and all(is_whole(i) and i >= 0 for i in ids)):
         raise InputError('"prompt_ids" must be a list of token ids, whole numbers from 0')
     return {"prompt_ids": tuple(ids)}
 
 
-def _chat(record: Mapping[str, Any]) -> dict[str, Any]:
+def _chat(record: Record) -> Fields:
     messages = messages_of(record)
     if not any(message["role"] == "user" for message in messages):
         raise InputError("nobody asks anything in these messages; drop the line")
@@ -158,7 +161,7 @@ def _chat(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": tuple(messages)}
 
 
-FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], dict[str, Any]]], ...] = (
+FORMATS: tuple[tuple[frozenset[str], Callable[[Record], Fields]], ...] = (
     (frozenset({"turns"}), _turns),
     (frozenset({"messages"}), _chat),
     (frozenset({"conversations"}), _chat),
@@ -175,9 +178,9 @@ FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], dict[str, Any
 # --- what they share ---------------------------------------------------------------------------------
 
 
-def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(record: Record) -> Fields:
     """Settings of its prompt that a line of any format may give."""
-    settings: dict[str, Any] = {}
+    settings: Fields = {}
     if record.get("system") is not None:
         settings["system"] = _text(record["system"], "system")
     if template := template_keywords(record):
@@ -194,7 +197,7 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _name(record: Mapping[str, Any]) -> str | None:
+def _name(record: Record) -> str | None:
     name = next((record[key] for key in NAMES if record.get(key) is not None), None)
     if name is None:
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eyas.errors import InputError, OptionError
-from eyas.text.chat_files import open_file
+from eyas.text.sources import open_file
 from eyas_lab.bench.tasks._formats import Prompt
 
 __all__ = ["LENGTHS_WORDS", "PASSAGES", "passages", "split_lengths"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eyas.errors import InputError, first_line
-from eyas.text.chat_files import chat_lines, is_chat_file, parse_chat_line
+from eyas_lab.chat_files import chat_lines, is_chat_file, parse_chat_line
 
 __all__ = ["BUNDLED", "TASKS", "Task", "files_of", "hub_lines", "lines_of"]
 

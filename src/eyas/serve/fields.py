@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
-from eyas.serve.errors import ApiError
-
-__all__ = ["MOST_LOGPROBS", "Body", "GenerationBody", "StreamOptions"]
+from eyas.serve.errors import JsonObject, bad_request
 
 MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 # Fields that change an answer and are not served, each with the values that change nothing here, besides those that are
 # empty; any other value is refused. So are the fields of `foreign_fields.json`, which this table completes and corrects:
@@ -74,14 +75,19 @@ WITHOUT_EFFECT = frozenset(
 
 @cache
 def foreign_fields(*paths: str) -> dict[str, list[Any]]:
-    """Return the fields that vLLM, SGLang and llama.cpp take on these paths, or on any, with their defaults, which
-    change nothing (`runs/foreign_fields.py`)."""
+    """Return fields of vLLM, SGLang and llama.cpp on these paths, or on any, with the defaults that change nothing."""
     listed = json.loads(Path(__file__).with_name("foreign_fields.json").read_text(encoding="utf-8"))["fields"]
     found: dict[str, list[Any]] = {}
     for path in paths or listed:
         for name, defaults in listed[path].items():
             found[name] = [*found.get(name, ()), *defaults]
     return found
+
+
+class Strict(BaseModel):
+    """An object of a body. Values are not converted from other types."""
+
+    model_config = ConfigDict(strict=True)
 
 
 class Body(BaseModel):
@@ -94,7 +100,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             neutral = None if name in WITHOUT_EFFECT else self.neutral(name)
             if neutral is not None and value not in (None, [], {}, *neutral):
-                raise ApiError(400, f"this server does not support {name}: leave it out", param=name)
+                raise bad_request(f"this server does not support {name}: leave it out", name)
 
     def neutral(self, name: str) -> Sequence[Any] | None:
         """Return the values with which a field that is not served changes nothing; None for a field that nobody has."""
@@ -102,21 +108,17 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that change nothing because the server does not know them."""
         return sorted(
             name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and self.neutral(name) is None
         )
 
     @property
     def response_headers(self) -> dict[str, str]:
-        """The header that tells the client which fields were ignored, if there are any."""
         return {"x-eyas-ignored-fields": ",".join(self.ignored)} if self.ignored else {}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """The report of usage in a stream."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -134,20 +136,20 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: int | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
     stop: str | Texts | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: dict[str, Any] | None = None
+    prompt_logprobs: Logprobs | None = None
+    response_format: JsonObject | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
-    structured_outputs: dict[str, Any] | None = None  # vLLM's names for these
-    guided_json: dict[str, Any] | str | None = None
+    structured_outputs: JsonObject | None = None  # vLLM's names for these
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -158,14 +160,12 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
     def neutral(self, name: str) -> Sequence[Any] | None:
-        """See `Body.neutral`."""
         return REFUSED.get(name, foreign_fields().get(name))
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, "best_of chooses among more texts than n, which is not served", param="best_of")
+            raise bad_request("best_of chooses among more texts than n, which is not served", "best_of")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -194,8 +194,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             raise OptionError("cycles are described in a stream only: add stream=true")
         return bool(self.cycles)
 
-    def job_fields(self) -> dict[str, Any]:
-        """Return the fields of a Job that are not keywords of `LLM.request`."""
+    def job_fields(self) -> JsonObject:
         names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
         return {
             "method": self.speculation if names_method else None,
@@ -204,15 +203,10 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             "private": getattr(self, "store", (self.model_extra or {}).get("store")) is False,  # OpenAI's `store`
         }
 
-    def keywords(self, **more: Any) -> dict[str, Any]:
-        """Return the keywords of `LLM.generate` among the fields that are given, and the entries of
-        `more` that are not None.
-
-        Raises:
-            OptionError: structured output that is asked for under two names.
-        """
+    def keywords(self, **more: Any) -> JsonObject:
+        """Return the keywords of `LLM.generate` that are given, and the entries of `more` that are not None."""
         fields = {name: getattr(self, name) for name in KEYWORDS} | more
-        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        given: JsonObject = {name: value for name, value in fields.items() if value is not None}
         for name, value in structure_keywords({field: getattr(self, field) for field in STRUCTURE_FIELDS}).items():
             if name in given:
                 raise OptionError(f"{name} is there twice: once under a name of vLLM")
@@ -240,12 +234,8 @@ NAMES = ("json", "regex", "choice", "grammar", "json_object")
 CHANGE_NOTHING = (None, False)  # values with which further names are left out
 
 
-def structure_keywords(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that `structured_outputs` and the older guided names of a body mean.
-
-    Raises:
-        OptionError: a name that is not served, or a value of another type.
-    """
+def structure_keywords(fields: Mapping[str, Any]) -> JsonObject:
+    """Return the keywords that `structured_outputs` and the older guided names of a body mean."""
     given = {ours: fields[name] for name, ours in GUIDED.items() if fields.get(name) is not None}
     outputs = fields.get("structured_outputs")
     if outputs is not None and not isinstance(outputs, Mapping):

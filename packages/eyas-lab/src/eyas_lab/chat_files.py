@@ -6,20 +6,17 @@ Training, benches and regeneration read them. This module knows no tokenizer and
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from eyas.errors import InputError
 from eyas.files import parse_json
-from eyas.text._messages import check_messages
-from eyas.text.sources import File, is_parquet, opened, parquet_rows, read_errors
+from eyas.text import check_messages
+from eyas.text.sources import File, is_parquet, open_file, parquet_rows
 
-__all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "open_file", "parse_chat_line"]
+__all__ = ["chat_lines", "decode_line", "is_chat_file", "messages_of", "parse_chat_line"]
 
 LONGEST_LINE = 2**20  # bytes of a line that are read to see what it is
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -32,16 +29,6 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-
-
-@contextmanager
-def open_file(file: File) -> Iterator[IO[bytes]]:
-    """Open a file for its bytes, unpacked if it is a .gz. Raise InputError, also inside the block, if
-    they cannot be read.
-    """
-    with read_errors(file), opened(file) as plain:
-        is_gzip = plain.peek(2)[:2] == b"\x1f\x8b"
-        yield io.BufferedReader(gzip.GzipFile(fileobj=plain)) if is_gzip else plain
 
 
 def is_chat_file(file: File) -> bool:

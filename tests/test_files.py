@@ -15,8 +15,8 @@ import pytest
 from eyas import files
 from eyas.errors import InputError
 from eyas.files import parse_json, sha256_of_file, write_atomically
-from eyas.locks import locked_output, remove_leftovers
-from eyas_lab.folders import check_output_folder
+from eyas.locks import locked_output
+from eyas_lab.folders import check_output_folder, remove_leftovers
 
 HOLDER = """
 import sys, time

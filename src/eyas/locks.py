@@ -1,9 +1,4 @@
-"""Outputs that one process writes at a time; the second one is refused.
-
-locked_output         locks a file, a folder, or a part of one
-prepare_folder        makes a folder, and checks that it can be written
-remove_leftovers      removes temporary files of processes that are gone
-"""
+"""Outputs that one process writes at a time; the second one is refused."""
 
 from __future__ import annotations
 
@@ -18,8 +13,6 @@ from pathlib import Path
 
 from eyas.errors import InputError
 from eyas.files import write_errors
-
-__all__ = ["locked_output", "prepare_folder", "remove_leftovers"]
 
 LOCK = ".lock"
 
@@ -84,30 +77,3 @@ def prepare_folder(folder: Path) -> None:
         probe = folder / f".probe.{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink(missing_ok=True)  # another thread probes, too
-
-
-def remove_leftovers(folder: str | Path, name: str = "*") -> None:
-    """Remove temporary files that killed processes left in a folder.
-
-    Only files named as `write_atomically` names them, `.NAME.PID.tmp`, whose process does not run
-    any more: a file that another process is writing right now stays.
-    """
-    for path in Path(folder).glob(f".{name}.tmp"):
-        pid = re.search(r"\.(\d+)\.tmp$", path.name)
-        if pid is None or not _is_running(int(pid[1])):
-            path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this machine has this number."""
-    if os.name == "nt":  # where signal 0 is Ctrl-C
-        import psutil
-
-        return bool(psutil.pid_exists(pid))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)
-    return True

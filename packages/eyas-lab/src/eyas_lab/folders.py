@@ -1,12 +1,15 @@
-"""Folders that a long job writes, and JSON files that say their format.
+"""Folders that a long run writes, and JSON files that say their format.
 
 locked_folder         makes and locks an output folder
 check_output_folder   whether a folder can be made and locked, asked before anything slow is done
+remove_leftovers      removes temporary files of processes that are gone
 read_versioned        reads a JSON file that says its format and version
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 from eyas.errors import InputError
 from eyas.files import parse_json, write_errors
-from eyas.locks import locked_output, prepare_folder, remove_leftovers
+from eyas.locks import locked_output, prepare_folder
 
-__all__ = ["check_output_folder", "locked_folder", "read_versioned"]
+__all__ = ["check_output_folder", "locked_folder", "read_versioned", "remove_leftovers"]
 
 Content = TypeVar("Content")
 
@@ -59,6 +62,33 @@ def check_output_folder(folder: str | Path, part: str = "") -> None:
     for path in missing:
         with suppress(OSError):  # another process uses it by now
             path.rmdir()
+
+
+def remove_leftovers(folder: str | Path, name: str = "*") -> None:
+    """Remove temporary files that killed processes left in a folder.
+
+    Only files named as `write_atomically` names them, `.NAME.PID.tmp`, whose process does not run
+    any more: a file that another process is writing right now stays.
+    """
+    for path in Path(folder).glob(f".{name}.tmp"):
+        pid = re.search(r"\.(\d+)\.tmp$", path.name)
+        if pid is None or not _is_running(int(pid[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process of this machine has this number."""
+    if os.name == "nt":  # where signal 0 is Ctrl-C
+        import psutil
+
+        return bool(psutil.pid_exists(pid))
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def read_versioned(

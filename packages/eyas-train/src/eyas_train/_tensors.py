@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.errors import InputError
 from eyas.files import parse_json, write_atomically
 from eyas.text.sources import File
-from eyas_lab.outputs import remove_leftovers
+from eyas_lab.folders import remove_leftovers
 
 __all__ = ["Header", "byte_view", "file_digest", "parse_header", "read_header", "tensors_digest", "write_tensors"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer
 
 import processes
 import toy_tokenizer
@@ -129,32 +129,6 @@ def test_formats_of_features(command: Any, tmp_path: Path, monkeypatch: pytest.M
     assert all(figures[name] > 0 for name in ("write", "in_order", "random", "random_one_layer"))
 
 
-def test_first_weights(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the record: each head before and after its fit, on examples that the fit did not read."""
-    output, data = tmp_path / "first.json", chats(tmp_path / "chat.jsonl", 30, "that is")
-    given = [
-        "--target",
-        str(model),
-        "--data",
-        str(data),
-        "--max-length",
-        "64",
-        "--heldout",
-        "0.3",
-        "--layers",
-        "0,3,6",
-    ]
-    script = command("first_weights")
-    monkeypatch.setattr(script, "HEADS", {name: script.HEADS[name] for name in ("EAGLE-1", "EAGLE-3")})
-    monkeypatch.setattr(sys, "argv", ["first_weights", *given, "--output", str(output)])
-    script.main()
-    heads = json.loads(output.read_text())["heads"]
-    for row in heads.values():
-        assert row["new"]["tokens"] == row["fitted"]["tokens"] > 0
-        assert row["new"]["loss"] != row["fitted"]["loss"]
-        assert "explain" in row["fit"]
-
-
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:
     """Guards caches side by side, padding, and rows that take new prompts, in float32 by ids."""
     script = command("gpu_head")
@@ -216,12 +190,6 @@ def test_pages_that_scripts_make(script: str, command: Any) -> None:
     assert command(script).main(["--check"]) == 0, f"run: python runs/{script}.py"
 
 
-def test_expected_times_are_those_of_the_page(command: Any) -> None:
-    """Bug: the arithmetic changes, and docs/lab/gpu_plan.md keeps its old figures."""
-    page = (RUNS.parent / "docs" / "lab" / "gpu_plan.md").read_text(encoding="utf-8")
-    assert command("gpu_estimate").table() in page, "run: python runs/gpu_estimate.py"
-
-
 def test_predictions_are_those_of_the_record(command: Any) -> None:
     """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/guide/predict.md keeps its old figures."""
     check = command("predict_check")
@@ -229,24 +197,6 @@ def test_predictions_are_those_of_the_record(command: Any) -> None:
     assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), (
         "run: python packages/eyas-lab/runs/predict_check.py --tables"
     )
-
-
-def test_several_gpus_on_paper(command: Any) -> None:
-    """Guards the plan for several GPUs: the page has the table; the split is that of transformers;
-    no GPU gets a part of a head; each further GPU is faster, and none by more than its share."""
-    parallel = command("gpu_parallel")
-    assert parallel.table() in (RUNS.parent / "docs" / "lab" / "gpu_plan.md").read_text(encoding="utf-8"), (
-        "run: python runs/gpu_parallel.py"
-    )
-    split = {name.rpartition(".")[2]: how for name, how in LlamaConfig().base_model_tp_plan.items()}
-    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise")
-    assert split == {**columns, "o_proj": "rowwise", "down_proj": "rowwise"}
-    sizes, tokens = parallel.TARGET, parallel.TOKENS
-    assert parallel.collectives(sizes, 6) == (2 * 80 + 1, 2 * 80 + 2 + 6 * 3)
-    for gpus, more in zip(parallel.GPUS, parallel.GPUS[1:], strict=False):
-        assert sizes.kv_heads % more == sizes.heads % more == sizes.inner % more == sizes.vocab % more == 0
-        steps = [parallel.plain_step(sizes, count, tokens) for count in (gpus, more)]
-        assert 1 < steps[0] / steps[1] < more / gpus
 
 
 def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:
@@ -589,7 +539,7 @@ def test_what_runs_on_a_gpu_needs_few_packages() -> None:
     """Guards a machine that has torch and transformers and cannot install anything: no package of
     the command line or of pictures."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
-    code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu, gpu_counts; gpu.stages(gpu.FULL); print('ok')"
+    code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu; gpu.stages(gpu.FULL); print('ok')"
     done = processes.run([sys.executable, "-c", code])
     assert (done.stdout, done.returncode) == ("ok\n", 0), done.stderr
 

@@ -28,7 +28,6 @@ from eyas.errors import EyasError, InputError
 from eyas.files import write_text
 from eyas.hardware import cpu_name
 from eyas.locks import locked_folder
-from eyas.metrics import depth_counts
 from eyas_lab.bench.contestants import Drafting
 from eyas_lab.bench.intervals import Interval, bootstrap, difference_of_ratios, ratio, ratio_of_ratios
 from eyas_lab.bench.record import Answer
@@ -39,12 +38,8 @@ from eyas_lab.bench.tasks import load as load_task
 
 RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given
-CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
 T = TypeVar("T")
 Options = dict[str, Any]
-Way = tuple[str, Options]  # a method and its options
-
-
 # --- the command line ----------------------------------------------------------------------------------
 
 
@@ -183,18 +178,6 @@ def bundled_prompts(limit: int | None = None) -> list[Prompt]:
     return [prompt for prompt in load_task("bundled", limit) if len(prompt.turns) == 1]
 
 
-def book_tokens(llm: LLM, path: Path) -> list[int]:
-    """The tokens of a book without Project Gutenberg's preface and licence."""
-    with open_text(path) as f:
-        text = f.read()
-    start = re.search(r"\*\*\* ?START OF.*?\*\*\*", text)
-    end = re.search(r"\*\*\* ?END OF", text)
-    text = text[start.end() if start else 0 : end.start() if end else len(text)].strip()
-    if llm.tokenizer is None:
-        raise InputError("this experiment needs a target with a tokenizer")
-    return list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def tree(nodes: int, depth: int, branch: int, **more: Any) -> Options:
     """Options of a dynamic tree."""
     return {"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch, **more}
@@ -210,28 +193,6 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
     kind = find(method)
     head = head or tiny.HEADS.get(kind.head_format)
     return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
-
-
-def drafters_of(
-    target: Target, ways: Mapping[str, Way], shape: Options | None = None, head: str | Path | None = None
-) -> dict[str, Any]:
-    """A drafter for each way, by its name.
-
-    Args:
-        shape: options of all of them.
-    """
-    return {
-        name: drafter(target, method, {**(shape or {}), **options}, head) for name, (method, options) in ways.items()
-    }
-
-
-def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, Any]:
-    """Drafters of one head of EAGLE-3 by --draft, --nodes, --depth and --branch; --trained tells the
-    length that it was trained on."""
-    made = drafters_of(target, ways, tree(args.nodes, args.depth, args.branch), args.draft)
-    for drafting in made.values():
-        drafting.trained_length = args.trained or drafting.trained_length
-    return made
 
 
 def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
@@ -293,11 +254,6 @@ class Answers(list[Answer]):
         """tau less the baseline's."""
         return interval(difference_of_ratios, *self._emitted_and_cycles(), *baseline._emitted_and_cycles())
 
-    def alphas(self) -> list[list[float | None]]:
-        """n-alpha of chains."""
-        counts_PD2 = np.array([depth_counts(a.cycles, CHAIN) for a in self], float)
-        return [interval(ratio, counts_PD2[:, n, 1], counts_PD2[:, n, 0]) for n in range(CHAIN)]
-
     def sums(self, *figures: Callable[[Answer], float]) -> list[list[float]]:
         """For each figure its sums over the turns of each prompt."""
         turns = by_prompt(self).values()
@@ -344,11 +300,6 @@ def interval(statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarr
 def rounded(figures: Interval | None, digits: int = 4) -> list[float | None]:
     """[value, low, high], rounded."""
     return [None if x is None else round(x, digits) for x in figures or (None, None, None)]
-
-
-def quantiles(values: Sequence[float], *shares: float, digits: int = 4) -> list[float]:
-    """Quantiles, rounded; without `shares` the median and the quartiles."""
-    return [round(float(x), digits) for x in np.quantile(values, shares or (0.5, 0.25, 0.75))]
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:

@@ -14,11 +14,14 @@ handed to every stage's `eyas train`. All stages read the target's final feature
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from _common import parser, run, words
-from _heads import call, is_done
 
 from eyas.errors import OptionError, near
 
@@ -72,6 +75,23 @@ def command(stage: str, args: argparse.Namespace, more: list[str]) -> list[str]:
     data += [part for file in args.data or () for part in ("--data", file)]
     line = [sys.executable, "-m", "eyas", "train", *data, "--output", str(args.output / stage)]
     return [*line, *COMMON.split(), *options, *more]
+
+
+def is_done(folder: Path, tokens: str) -> bool:
+    """Whether a training with that budget has ended in the folder."""
+    path = folder / "training.json"
+    record = json.loads(path.read_text()) if path.exists() else {"step": 0, "steps": 1, "config": {}}
+    return record["step"] >= record["steps"] and str(record["config"].get("tokens")) == tokens
+
+
+def call(line: Sequence[str]) -> int:
+    """The exit status of a command. Ctrl-C is for the command alone: it saves where it is."""
+    with subprocess.Popen(line) as process:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def main(arguments: list[str] | None = None) -> None:

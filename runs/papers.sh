@@ -71,7 +71,11 @@ EOF
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
         --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads tiny/eyas_tiny/weights --heads "$HEADS" --output docs/lab/papers.md ;;
+    tables) # the summaries without this machine's folders, then the pages
+        for name in chats sampled six six_sampled spec_bench inputs nestling nestling_six; do
+            sed 's#[^ ="]*/\(out/papers\|out/heads\|data/\|models/\)#\1#g' "$OUT/$name/summary.json" > "docs/results/papers_$name.json"
+        done
+        "$PYTHON" runs/results.py ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

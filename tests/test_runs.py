@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import processes
-import toy_tokenizer
 import zoo
 from eyas import kernels
 from eyas.cli._app import parse
@@ -54,16 +52,6 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
             pytest.skip("Ray is installed by `make scale`")
 
     return load
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of eight layers with a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, num_hidden_layers=8, eos_token_id=1).save_pretrained(folder)
-    toy_tokenizer.byte_tokenizer().save_pretrained(folder)
-    assert len(AutoTokenizer.from_pretrained(folder)) == toy_tokenizer.VOCAB
-    return folder
 
 
 def chats(path: Path, count: int, reply: str) -> Path:
@@ -105,19 +93,6 @@ def test_bits_are_counted(command: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", [*given, "--models", "lama"])
     with pytest.raises(InputError, match="did you mean llama"):
         bits.main()
-
-
-def test_formats_of_features(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the record, and that our format notices a changed bit and a cut file."""
-    output = tmp_path / "formats.json"
-    given = ["feature_formats", "--formats", "safetensors", "--examples", "30", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", given)
-    command("feature_formats").main()
-    figures = json.loads(output.read_text())["formats"]["safetensors"]
-    assert figures["notices_a_changed_bit"]
-    assert figures["notices_a_cut_file"]
-    assert 4608 < figures["bytes_per_token"] < 4800
-    assert all(figures[name] > 0 for name in ("write", "in_order", "random", "random_one_layer"))
 
 
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:

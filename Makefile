@@ -59,8 +59,8 @@ bench: $(STAMP) ## tokens per second of plain decoding, generate and several tre
 bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DATA=chats.jsonl, or FEATURES=folder; hours, goes on where it was)
 	@test -n "$(DATA)$(FEATURES)" || \
 	  { echo "bench-heads trains on chats: make bench-heads DATA=chats.jsonl, or FEATURES=what_eyas_features_wrote" >&2; exit 1; }
-	@echo "==> runs/bench_heads.py"
-	@$(BIN)/python runs/bench_heads.py $(addprefix --data ,$(DATA)) $(addprefix --features ,$(FEATURES)) $(ARGS)
+	@echo "==> runs/bench_heads.sh"
+	@DATA="$(DATA)" FEATURES="$(FEATURES)" $(if $(STAGES),STAGES="$(STAGES)") $(if $(TOKENS),TOKENS="$(TOKENS)") sh runs/bench_heads.sh
 
 test: $(STAMP) ## the tests, of large matrices each value once (12 to 13 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
 test-all: $(STAMP) ## every case of every test, and whole runs of programs (about half an hour on two idle cores)

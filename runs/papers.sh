@@ -1,7 +1,7 @@
 #!/bin/sh
 # The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/lab/papers.md.
 #
-#     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
+#     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.sh)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
 #     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables
 #
@@ -24,7 +24,7 @@ HEADED=medusa:tree.choices=dynamic:tree.nodes=26,hydra:tree.choices=dynamic:tree
 PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
 OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
 REST=rest:datastore=$OUT/datastore:rest.nodes=26
-ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix,eagle1:tree.choices=$OUT/optimal.json
+ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix
 SIX=eagle:$EVAL/eagle
 CHATS=$OUT/chats.jsonl
 
@@ -44,8 +44,6 @@ with gzip.open(sys.argv[1], "rt") as source, open(sys.argv[2], "w") as out:
         out.write(json.dumps({"messages": messages[: last + 1]}) + "\n")
 PY
 [ -d "$OUT/datastore" ] || "$PYTHON" -m eyas datastore build --data "$SHARED/data/train/chat.jsonl.gz" --output "$OUT/datastore"
-# Sequoia's tree of as many nodes, from acceptance measured on chats of the training set.
-[ -f "$OUT/optimal.json" ] || "$PYTHON" runs/optimal_tree.py --chats "$SHARED/data/train/chat.jsonl.gz" --limit 60 --output "$OUT/optimal.json" > "$OUT/optimal.log"
 
 for stage in $STAGES; do
     case $stage in

@@ -19,15 +19,12 @@ import torch
 import processes
 import zoo
 from eyas import kernels
-from eyas.cli._app import parse
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError, InputError
-from eyas_train.config import TrainConfig
 from eyas_train.data import Example, Examples
-from eyas_train.features import layers_for_training
 from fp8_support import MULTIPLIES
 
 pytestmark = pytest.mark.slow  # processes of their own
@@ -72,27 +69,6 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monke
         command(name).main()
     assert ended.value.code == 0
     assert f"python {SCRIPTS[name].relative_to(RUNS.parent)}" in capsys.readouterr().out
-
-
-def test_bits_are_counted(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the record: a row for each kind of pass, answers apart; names that do not exist."""
-    if not kernels.available():
-        pytest.skip("no kernels here")
-    bits, output = command("exact_bits"), tmp_path / "bits.json"
-    monkeypatch.setenv("EYAS_KERNELS_ISA", "")  # put back afterwards
-    monkeypatch.setattr(bits, "MODES", bits.MODES[1:2])
-    monkeypatch.setattr(bits, "PASSES", {name: bits.PASSES[name] for name in ("trees", "levels of a tree")})
-    given = ["exact_bits", "--isas", "native", "--models", "llama", "--effort", "0.01", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", given)
-    bits.main()
-    record = json.loads(output.read_text())
-    assert [row["pass"] for row in record["rows"]] == ["trees", "levels of a tree", "answers"]
-    assert record["sums"]["answers"] == {"compared": 16, "different": 0}
-    assert record["sums"]["logits"]["compared"] > 50
-    assert record["sums"]["logits"]["different"] == 0
-    monkeypatch.setattr(sys, "argv", [*given, "--models", "lama"])
-    with pytest.raises(InputError, match="did you mean llama"):
-        bits.main()
 
 
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:
@@ -237,61 +213,6 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
     rounded = {target.runner.weight_format for target in timed if not target.runner.weight_format.exact}
     assert len(rounded) == (kernels.has_avx512_bf16() + 3 * kernels.has_dots() if kernels.available() else 0)
     assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
-
-
-@pytest.mark.cover(read=1)
-@pytest.mark.parametrize(
-    "read", [["--data", "a.jsonl", "--data", "b.jsonl"], ["--features", "folder"]], ids=["data", "features"]
-)
-def test_bench_heads_command_lines(command: Any, read: list[str]) -> None:
-    """Guards every stage's `eyas train`: flags that there are, a method with these options that can
-    be trained from the final features."""
-    bench_heads, target = command("bench_heads"), Target(zoo.tiny("llama"))
-    args, more = bench_heads.parse([*read, "--output", "here", "--tokens", "5000", "--device", "cpu"])
-    assert args.stages == list(bench_heads.STAGES)
-    for stage in args.stages:
-        line = bench_heads.command(stage, args, more)
-        assert line[1:4] == ["-m", "eyas", "train"]
-        train = parse(line[3:])[1].arguments
-        head, model = train["head"], train["model"]
-        assert (list(head.data), head.features) == ((read[1::2], None) if read[0] == "--data" else ([], read[1]))
-        assert (head.output, model.device) == (str(Path("here", stage)), "cpu")
-        config = TrainConfig(**train["training"])
-        assert (config.tokens, config.heldout) == (5000, 0.005 if read[0] == "--data" else 0.05)
-        kind = find(head.method)
-        assert layers_for_training(target, [(kind, build_options(kind.Options, train["options"]))]) == (
-            target.num_layers,
-        )
-
-
-def test_bench_heads_goes_on(
-    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards that what is done is left alone, that other budgets and interrupted runs are not done,
-    and that a failure ends the command."""
-    bench_heads, started, status = command("bench_heads"), list[str](), 0
-
-    def trained(line: list[str]) -> int:
-        started.append(Path(line[line.index("--output") + 1]).name)
-        return status
-
-    monkeypatch.setattr(bench_heads, "call", trained)
-    for name, step, tokens in (("medusa", 9, 2_000_000), ("hydra", 8, 2_000_000), ("hydra++", 9, 1000)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "training.json").write_text(
-            json.dumps({"step": step, "steps": 9, "config": {"tokens": tokens}})
-        )
-    given = ["--data", "chat.jsonl", "--output", str(tmp_path), "--stages", "medusa,hydra,hydra++,eagle1-token"]
-    bench_heads.main(given)
-    assert started == ["hydra", "hydra++", "eagle1-token"]
-    assert "medusa: done already" in capsys.readouterr().out
-    status = 130
-    with pytest.raises(SystemExit) as ended:
-        bench_heads.main(given)
-    assert ended.value.code == 130
-    assert started[3:] == ["hydra"]
-    with pytest.raises(EyasError, match=r"unknown stage 'medusaa'; did you mean medusa"):
-        bench_heads.main(["--data", "chat.jsonl", "--stages", "medusaa"])
 
 
 # --- runs/gpu.py -------------------------------------------------------------------------------------------------------------------------

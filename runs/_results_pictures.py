@@ -1,20 +1,17 @@
-"""The pictures of docs/lab/results.md and docs/lab/report.md: our records, figures of the papers, and the cost model
-between them.
+"""Pictures of docs/lab/results.md and docs/lab/report.md.
 
-Pictures of the pages that are not here show records whose programs are gone; they are not drawn again.
+Other pictures of these pages show what was measured once; they are not drawn again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _papers import SIX_TASKS, method_name
 from _pictures import svg
-from _records import GENERATE, PLAIN, best_tree, pooled_rows, record
-from matplotlib.axes import Axes
+from _records import GENERATE, PLAIN, best_tree, record
 from matplotlib.figure import Figure
 from transformers import AutoConfig
 
@@ -27,25 +24,13 @@ from eyas_lab.predict.models import model_of
 
 # An opaque light background, so that labels can be read on a dark page too. Colours: Okabe and Ito.
 STYLE: Any = {"font.size": 10, "figure.facecolor": "#fcfcfd", "axes.facecolor": "#fcfcfd"}
-GREY, BLUE, ORANGE, GREEN, PINK = "#8a8f98", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+GREY, BLUE, ORANGE = "#8a8f98", "#0072B2", "#D55E00"
 SPEEDS = {
     "speed_epyc": "embedded\nAMD",
     "speed_epyc_int8": "embedded int8\nAMD",
     "speed": "embedded\nIntel AMX",
     "speed_nestling": "nestling\nIntel AMX",
     "speed_nestling_int8": "nestling int8\nIntel AMX",
-}
-SMOLLM2 = {"float32": "SmolLM2, float32", "int8": "SmolLM2, int8", "int4": "SmolLM2, int4"}
-BEST_TREES = {
-    "speed": "embedded, Xeon with AMX",
-    "speed_nestling": "nestling, Xeon with AMX",
-    "speed_epyc": "embedded, EPYC",
-}
-PASSES = {  # model, weights and activations in docs/results/predict.json: label, colour
-    ("SmolLM2-135M", "float32", "exact"): ("SmolLM2, float32", BLUE),
-    ("SmolLM2-135M", "int8", "int16"): ("SmolLM2, int8", GREEN),
-    ("SmolLM2-135M", "int4", "int16"): ("SmolLM2, int4", ORANGE),
-    ("random 1.1B", "bfloat16", "exact"): ("1.1B, bfloat16", PINK),
 }
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -108,93 +93,6 @@ def draw_curve(figure: Figure) -> None:
         axes.set(xlabel="million tokens read")
 
 
-def log_axes(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Make both axes logarithmic, with these ticks."""
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(x, [f"{value:g}" for value in x])
-    axes.set_yticks(y, [f"{value:g}" for value in y])
-    axes.minorticks_off()
-
-
-def draw_tau_and_c(figure: Figure) -> None:
-    """tau against c: published, and ours; lines of equal speed-up."""
-    axes = figure.subplots()
-    log_axes(axes, (1, 1.5, 2, 3, 4, 6, 8), (1, 1.5, 2, 3, 4, 6))
-    axes.set(xlim=(0.95, 9.5), ylim=(0.95, 7.5))
-    for speedup in (0.5, 1, 1.5, 2, 3, 4):
-        ends = [0.95, 9.5]
-        axes.plot(ends, [speedup * c for c in ends], color="0.85", lw=1, zorder=0)
-        at = min(7.1 / speedup, 9.2)
-        axes.text(at, at * speedup * 0.985, f"{speedup:g} times", color="0.55", fontsize=8, ha="right", va="top")
-    marks: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {
-        ("published, Vicuna-7B and LLaMA-8B on GPUs", BLUE, "o"): [
-            (tau / speedup, tau, name.replace("speculative sampling (small_model), chain", "small model"))
-            for name, (speedup, tau) in SIX_TASKS.items()
-        ],
-        ("ours, trees of 26 nodes and chains of 5, embedded model, Xeon with AMX", GREY, "s"): list(papers_points()),
-        ("ours, best fixed tree of EAGLE-3 or MTP", GREEN, "D"): [
-            (best_tree(name)["c"], best_tree(name)["tau"], label) for name, label in BEST_TREES.items()
-        ],
-        ("ours, trees that the controller chooses, EPYC (AVX2)", ORANGE, "^"): list(smollm2_points()),
-    }
-    for (label, colour, marker), points in marks.items():
-        c, tau, _ = zip(*points, strict=True)
-        axes.scatter(c, tau, color=colour, marker=marker, s=28, label=label)
-        for x, y, name in points:
-            place = (5, -10) if name in ("small model", "PLD") else (5, -2)
-            axes.annotate(name, (x, y), xytext=place, textcoords="offset points", fontsize=7, color=colour)
-    axes.set(
-        xlabel="c: time of a cycle / time of a plain step",
-        ylabel="tau: tokens a cycle",
-        title="Speed-up is tau over c (T = 0)",
-    )
-    axes.legend(fontsize=8, loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
-
-
-def papers_points() -> Iterator[tuple[float, float, str]]:
-    """Yield (c, tau, name) of the papers' methods in our bench of the six tasks."""
-    for method, row in pooled_rows("papers_six").items():
-        name = method_name(method)
-        if name in SIX_TASKS and row["c"] < 9:
-            yield row["c"], row["tau"], name.replace("speculative sampling (small_model), chain", "small model")
-
-
-def smollm2_points() -> Iterator[tuple[float, float, str]]:
-    """Yield (c, tau, name) of SmolLM2's default head at T = 0."""
-    for weights, label in SMOLLM2.items():
-        for row in record(f"smollm2_{weights}")["rows"]:
-            if (row["method"], row["task"], row["temperature"]) == ("eagle3", "all", 0.0):
-                yield row["c"], row["tau"], label
-
-
-def draw_passes(figure: Figure) -> None:
-    """Draw how many times as long as a pass over one token a pass over several takes."""
-    axes = figure.subplots()
-    log_axes(axes, (1, 2, 4, 8, 16, 32, 64), (1, 1.5, 2, 3, 4, 6, 8, 12, 16))
-    for each in record("predict")["passes"]:
-        found = PASSES.get((each["model"], each["weights"], each["activations"]))
-        if found:
-            label, colour = found
-            points = [(line["tokens"], line["measured_ratio"]) for line in each["passes"]]
-            axes.plot(*zip(*points, strict=True), marker="o", ms=4, color=colour, label=f"{label}, EPYC (AVX2)")
-    rows = {row["nodes"]: row["ms"] for row in record("speed")["cost"]["kernels, by nodes"]}
-    axes.plot(
-        list(rows),
-        [ms / rows[1] for ms in rows.values()],
-        marker="s",
-        ms=4,
-        color=GREY,
-        label="embedded, Xeon with AMX",
-    )
-    llama = llama_on_h100(1)
-    tokens = (1, 2, 4, 8, 16, 32, 64)
-    ratios = [llama.pass_of(n).seconds / llama.pass_of(1).seconds for n in tokens]
-    axes.plot(tokens, ratios, color="black", ls="--", label="Llama-3.1-8B, H100 (by arithmetic)")
-    axes.set(xlabel="tokens of the pass", ylabel="time of the pass / of one token's", title="What verification costs")
-    axes.legend(fontsize=8)
-
-
 def llama_on_h100(rows: int) -> Prediction:
     """The prediction for LLaMA-3.1-8B with a typical EAGLE-3 head on an H100."""
     model = model_of(AutoConfig.for_model("llama", **LLAMA_8B), "Llama-3.1-8B")
@@ -231,8 +129,6 @@ PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "speed": (draw_speed, (9, 3.8)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "smollm2_curve": (draw_curve, (9, 3.6)),
-    "report_tau_and_c": (draw_tau_and_c, (9, 5.4)),
-    "report_passes": (draw_passes, (7, 4.2)),
     "report_rows": (draw_rows, (7, 3.8)),
 }
 

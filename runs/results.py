@@ -143,14 +143,24 @@ def asked(title: str = "") -> Blocks:
 def speed(name: str, title: str = "") -> Blocks:
     """The contestants of a speed record."""
     yield from source(name)
-    yield columns(record(name)["table"], SPEED_COLUMNS)
+    yield speed_table(record(name))
+
+
+def speed_table(content: Record) -> str:
+    """The contestants of a speed record, whether it is written or not."""
+    return columns(content["table"], SPEED_COLUMNS)
 
 
 def cost(name: str, title: str = "") -> Blocks:
     """Milliseconds of passes, by nodes and by context."""
+    return cost_tables(record(name))
+
+
+def cost_tables(content: Record) -> Blocks:
+    """The same of a record that may not be written."""
     for by in ("nodes", "context"):
         end = f", by {by}"
-        curves = {key.removesuffix(end): rows for key, rows in record(name)["cost"].items() if key.endswith(end)}
+        curves = {key.removesuffix(end): rows for key, rows in content["cost"].items() if key.endswith(end)}
         heads = [f"ms of a pass{end}", *(str(row[by]) for row in next(iter(curves.values())))]
         yield table(heads, ([key, *(cell(row["ms"], 1) for row in rows)] for key, rows in curves.items()))
 

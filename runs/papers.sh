@@ -1,14 +1,14 @@
 #!/bin/sh
-# The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/lab/papers.md.
+# The comparisons of the EAGLE papers at our scale: benches into out/papers; each writes its tables, too.
 #
 #     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.sh)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
-#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables
+#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six
 #
 # Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
 set -eu
 SHARED=${1:-../shared}
-STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables}
+STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six}
 OUT=${OUT:-out/papers}
 HEADS=${HEADS:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -69,11 +69,6 @@ EOF
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
         --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) # the summaries without this machine's folders, then the pages
-        for name in chats sampled six six_sampled spec_bench inputs nestling nestling_six; do
-            sed 's#[^ ="]*/\(out/papers\|out/heads\|data/\|models/\)#\1#g' "$OUT/$name/summary.json" > "docs/results/papers_$name.json"
-        done
-        "$PYTHON" runs/results.py ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

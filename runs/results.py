@@ -1,9 +1,9 @@
-"""Fill the tables of docs/lab/results.md and docs/lab/papers.md from the records in docs/results/, and make the pictures.
+"""Fill the tables of docs/lab/results.md from the records in docs/results/, and make the pictures.
 
     python runs/results.py            rewrites the tables between their marks, and the pictures in docs/results/
-    python runs/results.py --check    exit status 1 when a page is not what this program makes
+    python runs/results.py --check    exit status 1 when the page is not what this program makes
 
-A page marks a table by `<!-- KIND NAME ...: TITLE -->` and `<!-- end -->`: a function of TABLES and the records that
+The page marks a table by `<!-- KIND NAME ...: TITLE -->` and `<!-- end -->`: a function of TABLES and the records that
 it shows. Tables without marks show records whose programs are gone; they are not made again. The program measures
 nothing and prints the same bytes for the same records.
 """
@@ -16,13 +16,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from _markdown import cell, columns, table
-from _papers import paper
 from _records import DOCS, RECORDS, Record, auto_over_best, pooled_rows, record
 
 from eyas.errors import InputError, near
 from eyas.files import write_text
 
-PAGES = (DOCS / "lab" / "results.md", DOCS / "lab" / "papers.md")
+PAGE = DOCS / "lab" / "results.md"
 MARK = re.compile(r"<!-- (?P<kind>\w+)(?P<names>[^:>]*?)(?:: (?P<title>[^>]*?))? -->\n.*?<!-- end -->", re.S)
 Blocks = Iterator[str]
 
@@ -271,7 +270,7 @@ def load(name: str, title: str = "") -> Blocks:
 
 TABLES: Mapping[str, Callable[..., Iterable[str]]] = {
     made.__name__: made
-    for made in (asked, auto, bench, bundled, cost, curve, decoded, drafters, heads, load, paper, source, speed)
+    for made in (asked, auto, bench, bundled, cost, curve, decoded, drafters, heads, load, source, speed)
 }
 
 
@@ -281,7 +280,7 @@ def filled(old: str) -> str:
     def make(found: re.Match[str]) -> str:
         kind, title = found["kind"], found["title"] or ""
         if kind not in TABLES:
-            raise InputError(f"a page has the mark {kind!r}; {near(kind, list(TABLES))}")
+            raise InputError(f"the page has the mark {kind!r}; {near(kind, list(TABLES))}")
         mark = found[0].partition("\n")[0]
         return "\n\n".join([mark, *TABLES[kind](*found["names"].split(), title=title), "<!-- end -->"])
 
@@ -290,13 +289,13 @@ def filled(old: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when a page would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when the page would change")
     args = parser.parse_args(arguments)
-    old = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    old = PAGE.read_text(encoding="utf-8")
+    new = filled(old)
     if args.check:
-        return int(any(filled(text) != text for text in old.values()))
-    for page, text in old.items():
-        write_text(page, filled(text))
+        return int(old != new)
+    write_text(PAGE, new)
     from _results_pictures import PICTURES, picture
 
     for name in PICTURES:

@@ -112,8 +112,8 @@ def test_a_chain_is_measured_without_decoding(command: Any) -> None:
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:
-    """Bug: a table of docs/lab/results.md or papers.md is edited by hand, or a record changes without it; a
-    picture is missing."""
+    """Bug: a table of docs/lab/results.md is edited by hand, or a record changes without it; a picture
+    is missing."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
     pages = "".join((results.DOCS / "lab" / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))

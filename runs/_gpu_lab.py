@@ -68,14 +68,13 @@ class Plan:
     warm: int = 4  # cycles before the first round; graphs are recorded in them
     prompts: int = 12  # of the embedded model
     new_tokens: int = 64
-    reference_tokens: tuple[int, int] = (32, 160)  # of transformers' generate: the difference is timed
     dtype: str = "bfloat16"
 
 
 FULL = Plan()
 SMALL = Plan(
     shape="small", others=("mixtral-tiny",), contexts=(64, 192), rows=(1, 2), trees=("8/3/4", "8/2/4", "5/2/2"),
-    rounds=2, cycles=2, warm=2, prompts=1, new_tokens=6, reference_tokens=(2, 6),
+    rounds=2, cycles=2, warm=2, prompts=1, new_tokens=6,
 )  # fmt: skip
 
 

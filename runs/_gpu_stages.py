@@ -7,12 +7,10 @@ in the next.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -197,30 +195,6 @@ def _profile(lab: Lab, before: Stages, entry: Entry) -> Record:
     return {"rows": [whole, *listed], "kernels": dict(count), "us": dict(micros)}
 
 
-def _reference(lab: Lab, before: Stages, how: str) -> Record:
-    """Milliseconds a token of transformers' generate: answers of two lengths, whose difference is timed."""
-    model: Any = lab.model(lab.plan.shape)
-    context, (few, many) = lab.plan.contexts[0], lab.plan.reference_tokens
-    ids = torch.randint(3, model.config.vocab_size, (1, context), device=lab.device)
-    options: dict[str, Any] = {} if how == "dynamic" else {"cache_implementation": "static"}
-    options |= {"disable_compile": True} if how == "static" else {}
-    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-
-    def answer_ms(new: int) -> float:
-        times = []
-        for _ in range(5):
-            lab.wait()
-            began = time.perf_counter()
-            model.generate(ids, max_new_tokens=new, min_new_tokens=new, **options)
-            lab.wait()
-            times.append(1e3 * (time.perf_counter() - began))
-        return median(times[2:])
-
-    short, long = answer_ms(few), answer_ms(many)
-    row = {"generate": how, "context": context, "ms a token": (long - short) / (many - few)}
-    return {"rows": [{**row, f"ms of {few}": short, f"ms of {many}": long}]}
-
-
 # --- all stages --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -255,8 +229,6 @@ def _cases(plan: Plan) -> Iterator[tuple[str, str, Callable[[Lab, Stages], Recor
     for rows in plan.rows:
         yield "rows", f"{rows} rows", cycles(tree, small, rows=rows), 30 + 3 * rows
     yield "trees", "trees", cycles(fewer, small), 60
-    for how in ("dynamic", "static", "static, compiled"):
-        yield "transformers", how, partial(_reference, how=how), 120
     for shape in plan.others:
         rates = EXPERTS if "mixtral" in shape else DENSE
         yield shape, f"{short} tokens", cycles(tree, small, shape=shape, rates=rates), 90

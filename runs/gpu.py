@@ -1,7 +1,7 @@
 """Measure everything that wants a GPU, in one process: what is needed first comes first, and
 nothing that was measured is lost.
 
-    python runs/gpu.py --output FILE.json                               all stages, about 25 minutes; see --minutes
+    python runs/gpu.py --output FILE.json                               all stages, about 20 minutes; see --minutes
     python runs/gpu.py --stages machine,texts,first --output FILE.json  some of them
     python runs/gpu.py --shape small --output FILE.json                 the whole of it in small, on a CPU too
     python runs/gpu.py --tables FILE.json                               the tables of a record

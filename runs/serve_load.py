@@ -139,28 +139,23 @@ class Meter:
 
     def figures(self, exchanges: Sequence[Mapping[str, Any]], end: float) -> Figures:
         """Figures of the time behind the warm-up."""
-        begin, tokens, done, texts = self.args.warm, 0.0, 0, {}
-        first, gaps, each = list[float](), list[float](), list[float]()
+        begin, tokens, texts = self.args.warm, 0.0, {}
+        first, gaps = list[float](), list[float]()
         for one in exchanges:
             events = one["events"]
             inside = sum(n for at, n in events if begin <= at <= end)
-            count = self.tokens(one["text"])
-            tokens += count * inside / max(1, len(one["text"]))
+            tokens += self.tokens(one["text"]) * inside / max(1, len(one["text"]))
             gaps += [b - a for (a, _), (b, _) in itertools.pairwise(events) if a >= begin]
             if events and one["began"] >= begin:
                 first.append(events[0][0] - one["began"])
             if one["whole"] and begin <= one["end"] <= end and events:
-                done += 1
                 texts[one["prompt"]] = one["text"]
-                each += [(events[-1][0] - events[0][0]) / (count - 1)] if count > 1 else []
         failed = sum(one["whole"] and one["status"] != 200 for one in exchanges)
         return {
             "tokens_per_second": round(tokens / (end - begin), 2),
-            "requests_per_second": round(done / (end - begin), 3),
             "failed": failed,
             "first_token_ms": percentiles(first),
             "between_chunks_ms": percentiles(gaps),
-            "per_token_ms": percentiles(each),
             "texts": texts,
         }
 
@@ -175,22 +170,14 @@ class Meter:
                 if piece.text:
                     text += piece.text
                     events.append((time.perf_counter() - start, len(piece.text)))
-            answer = {
-                "prompt": number,
-                "text": text,
-                "began": began,
-                "events": events,
-                "end": time.perf_counter() - start,
-            }
-            exchanges.append({"status": 200, "whole": True, **answer})
+            answer = {"prompt": number, "text": text, "began": began, "events": events}
+            exchanges.append({**answer, "end": time.perf_counter() - start, "status": 200, "whole": True})
         return self.figures(exchanges, end)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Median, 90th and 99th percentile in milliseconds."""
-    if not seconds:
-        return None
-    return {f"p{q}": round(1000 * float(np.percentile(seconds, q)), 3) for q in (50, 90, 99)} | {"count": len(seconds)}
+    """Median and 99th percentile in milliseconds."""
+    return {f"p{q}": round(1000 * float(np.percentile(seconds, q)), 3) for q in (50, 99)} if seconds else None
 
 
 def rendered(llm: eyas.LLM, text: str) -> str:
@@ -233,31 +220,27 @@ def main() -> None:
                 urls[one.command], _ = stack.enter_context(served(command, folder / f"server-{number}.log"))
         meter = Meter(llm, prompts, model, args)
         for number in track(range(args.rounds), "rounds"):
-            if 1 in args.clients and ("closed", 1, IN_PROCESS, number) not in rows:
-                rows.add(("closed", 1, IN_PROCESS, number), meter.in_process())
+            if 1 in args.clients and (1, IN_PROCESS, number) not in rows:
+                rows.add((1, IN_PROCESS, number), meter.in_process())
             for clients in args.clients:
                 for one in rotated(entered, number):
-                    if (key := ("closed", clients, one.name, number)) not in rows:
+                    if (key := (clients, one.name, number)) not in rows:
                         rows.add(key, meter.measure(one, urls[one.command], clients))
     settings = {k: str(v) for k, v in vars(args).items() if k != "output"}
-    write(args.output, {"settings": settings, **summary(rows)}, before)
+    write(args.output, {"settings": settings, "closed": summary(rows)}, before)
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """By part, load and contestant: medians over the rounds, and the range of the tokens per second."""
-    table: dict[str, Any] = {}
-    for row in rows.of():
-        part, load, name, _ = row["key"]
-        table.setdefault(part, {}).setdefault(str(load), {}).setdefault(name, []).append(row)
+    """By number of clients and contestant: medians over the rounds."""
+    table: dict[str, dict[str, list[Figures]]] = {}
     plain: dict[int, str] = {}
-    for row in rows.of("closed"):
-        plain |= row["texts"] if row["key"][2] == "eyas, drafts off" else {}
+    for row in rows.of():
+        clients, name, _ = row["key"]
+        table.setdefault(str(clients), {}).setdefault(name, []).append(row)
+        plain |= row["texts"] if name == "eyas, drafts off" else {}
     return {
-        part: {
-            load: {name: pooled(rounds, plain) for name, rounds in by.items()} | {"auto over off": auto_over_off(by)}
-            for load, by in loads.items()
-        }
-        for part, loads in table.items()
+        clients: {name: pooled(rounds, plain) for name, rounds in by.items()} | {"auto over off": auto_over_off(by)}
+        for clients, by in table.items()
     }
 
 
@@ -268,7 +251,7 @@ def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
     The clients share the machine's cores, and so do its neighbours; the servers' own time per token
     varies less from round to round.
     """
-    auto, off = ({row["key"][3]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
+    auto, off = ({row["key"][2]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
     rounds = sorted(auto.keys() & off.keys())
     if len(rounds) < 2:
         return {}
@@ -296,8 +279,7 @@ def pooled(rounds: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Fig
     return {
         "tokens_per_second": round(median(speeds), 1),
         "rounds": speeds,
-        "requests_per_second": round(median(row["requests_per_second"] for row in rounds), 2),
-        **{name: middle(name) for name in ("first_token_ms", "between_chunks_ms", "per_token_ms")},
+        **{name: middle(name) for name in ("first_token_ms", "between_chunks_ms")},
         "failed": sum(row["failed"] for row in rounds),
         "texts_equal_to_drafts_off": [sum(equal), len(equal)],
     }

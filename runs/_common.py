@@ -80,11 +80,6 @@ def add_option(made: argparse.ArgumentParser, flag: str, default: Any, about: st
     )
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers that are separated by commas."""
-    return [int(part) for part in text.split(",")]
-
-
 def words(text: str) -> list[str]:
     """Words that are separated by commas."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -73,8 +73,8 @@ class Plan:
 
 FULL = Plan()
 SMALL = Plan(
-    shape="small", others=("mixtral-tiny",), contexts=(64, 192), rows=(1, 2), trees=("8/3/4", "8/2/4", "5/2/2"),
-    rounds=2, cycles=2, warm=2, prompts=1, new_tokens=6,
+    shape="small", others=("mixtral-tiny",), contexts=(64,), rows=(2,), trees=("8/3/4", "8/2/4", "5/2/2"),
+    rounds=1, cycles=2, warm=2, prompts=1, new_tokens=6,
 )  # fmt: skip
 
 

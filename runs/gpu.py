@@ -32,8 +32,8 @@ from typing import Any
 
 import _markdown
 import torch
-from _common import machine, numbers, parser, run, words
-from _gpu_lab import FULL, SHAPES, SMALL, Lab, Plan
+from _common import machine, parser, run, words
+from _gpu_lab import FULL, SHAPES, SMALL, Lab
 from _gpu_stages import Case, cases
 
 from eyas.errors import EyasError, OptionError, near
@@ -188,14 +188,6 @@ def tables(stages: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the options ask for."""
-    base = SMALL if args.shape == "small" else FULL
-    sizes: dict[str, Any] = {"rounds": args.rounds} if args.rounds else {}
-    sizes |= {name: tuple(numbers(text)) for name in ("contexts", "rows") if (text := getattr(args, name))}
-    return replace(base, shape=args.shape, **sizes)
-
-
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser(
         __doc__,
@@ -203,13 +195,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         stages=("", "names, separated by commas, else all"),
         minutes=(9.0, "of the whole run"),
         device=("cuda" if torch.cuda.is_available() else "cpu", "a GPU if there is one"),
-        contexts=(None, "tokens, separated by commas"),
-        rows=(None, "numbers of rows, separated by commas"),
         retry=(False, "measure failed cases again"),
     )
     about = "of the target (default: llama-8b on a GPU, small on a CPU)"
     made.add_argument("--shape", choices=sorted(SHAPES), help=about)
-    made.add_argument("--rounds", type=int, help="of cycles, of each contestant")
     made.add_argument("--tables", type=Path, metavar="FILE.json", help="only show the tables of a record")
     args = made.parse_args(arguments)
     args.shape = args.shape or ("small" if args.device == "cpu" else "llama-8b")
@@ -225,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("torch sees no GPU: name another --device, or try the whole of it with --device cpu")
     device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    plan = plan_of(args)
+    plan = SMALL if args.shape == "small" else replace(FULL, shape=args.shape)
     every = chosen(cases(plan), args.stages)
     command = " ".join(["python", "runs/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
     about = {"command": command, "machine": machine(), "plan": vars(plan), "device": str(device)}

@@ -225,15 +225,14 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
     go; texts are equal by every runner; each case is in the record; a second run measures nothing
     again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
-    options = "--device cpu --shape small --contexts 64 --rows 2 --rounds 1 --minutes 30"
+    options = "--device cpu --shape small --minutes 30"
     given = [*options.split(), "--output", str(output)]
     with nullcontext() if MULTIPLIES else pytest.raises(EyasError):
         gpu.main(given)
     assert f"left: nothing; failed: {'none' if MULTIPLIES else 'fp8 64 tokens, sampled fp8'}" in capsys.readouterr().out
     content = json.loads(output.read_text())
-    plan = gpu.plan_of(gpu.options(given))
     measured = [(stage, case) for stage, found in content["stages"].items() for case in found]
-    assert measured == [(case.stage, case.name) for case in gpu.cases(plan)]
+    assert measured == [(case.stage, case.name) for case in gpu.cases(gpu.SMALL)]
     texts = [
         row
         for name in ("texts", "compile")

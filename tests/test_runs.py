@@ -166,7 +166,7 @@ def test_compare_heads(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Guards the whole way from chats to a record with the embedded model: texts are equal,
     intervals hold their values, a second run asks nothing again."""
     held_out = chats(tmp_path / "eval.jsonl", 3, "it is")
-    heads = ("--head", "eagle1=eagle1", "--head", "eagle3=eagle3", "--trees", "5/3/2", "--temperatures", "0")
+    heads = ("--head", "eagle2=eagle2", "--head", "eagle3=eagle3", "--trees", "5/3/2", "--temperatures", "0")
     given = ("compare_heads", "--chats", held_out, "--limit", 3, "--max-new-tokens", 6, *heads)
     record = smallest(command, monkeypatch, tmp_path / "heads.json", *given)
     assert set(record["T = 0"]["equal_to_vanilla"].values()) == {"3 of 3"}

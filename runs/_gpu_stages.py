@@ -1,22 +1,24 @@
 """The stages of runs/gpu.py, in the order in which they are run: what is needed first comes first.
 
-A stage has cases; each is a function of a `Bench` that returns a record with "rows" (a table) and
-whatever else is worth keeping. Cases are run one by one and written at once, so a stage may end in
-one run and go on in the next.
+A stage has cases; each is a function of a `Lab` and the record so far that returns a record with "rows" (a table) and
+whatever else is worth keeping. Cases are run one by one and written at once, so a stage may end in one run and go on
+in the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from _common import bundled_prompts
 from _common import drafter as pretrained
-from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Results, Timing, timed_cycles, with_fastest_runner
-from _gpu_pieces import attention_rows, draft_ms, kernel_rows, reference_rows
+from _gpu_lab import DENSE, EXPERTS, Entry, Lab, Plan, Timing, timed_cycles, with_fastest_runner
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import eyas
 from eyas.core.engine import Decoder, Request
@@ -25,24 +27,16 @@ from eyas.core.target import Target
 from eyas.metrics import first_difference
 from eyas_lab.bench import cost
 from eyas_lab.bench.card import card
+from eyas_lab.bench.simulate import simulated
 
 Record = dict[str, Any]
+Stages = Mapping[str, Mapping[str, Record]]  # of a record: stage -> case -> what it measured
 TREE = {"tree.nodes": 26, "tree.depth": 5, "tree.branch": 4}
 TEXTS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("vanilla", {}, 0.0), ("eagle3", TREE, 0.0), ("vanilla", {}, 1.0), ("eagle3", TREE, 1.0), ("eagle1", {}, 0.0),
 )  # fmt: skip
-
-
-@dataclass
-class Bench:
-    """The models and settings of a case."""
-
-    lab: Lab
-    results: Results
-
-    @property
-    def plan(self) -> Plan:
-        return self.lab.plan
+TRACED = 3  # cycles
+LISTED = 24  # kernels
 
 
 @dataclass(frozen=True)
@@ -53,53 +47,43 @@ class Case:
         seconds: that it takes on a GPU, by estimate; it is not begun when less time is left.
     """
 
+    stage: str
     name: str
-    run: Callable[[Bench], Record]
+    run: Callable[[Lab, Stages], Record]
     seconds: float
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Cases that are measured together."""
-
-    name: str
-    about: str
-    cases: Sequence[Case]
 
 
 # --- the machine and the texts -----------------------------------------------------------------------------------------------------------
 
 
-def _machine(bench: Bench) -> Record:
+def _machine(lab: Lab, before: Stages) -> Record:
     """Name, versions, and the two ceilings: bytes read and operations per second."""
-    device, plan = bench.lab.device, bench.plan
-    described = card(dtype=plan.dtype, device=str(device))
-    bandwidth, flops = cost.bandwidth(device), cost.flop_rate(bench.lab.target(plan.shape, "off"))
+    described = card(dtype=lab.plan.dtype, device=str(lab.device))
+    bandwidth, flops = cost.bandwidth(lab.device), cost.flop_rate(lab.target(lab.plan.shape, "off"))
     gpu = described["gpus"][0]["name"] if described["gpus"] else described["cpu"]
     row = {"device": gpu, "TB/s read": (bandwidth or 0) / 1e12, "TFLOP/s": (flops or 0) / 1e12, **described["versions"]}
     return {"rows": [row], "card": described, "bandwidth": bandwidth, "flops": flops}
 
 
-def _texts(bench: Bench, dtype: str, kernels: Sequence[str]) -> Record:
-    """The embedded model's texts by all runners, against plain decoding by the model's own forward
-    in the same dtype.
+def _texts(lab: Lab, before: Stages, dtype: str, kernels: str) -> Record:
+    """The embedded model's texts by a runner, against plain decoding by the model's own forward in the same dtype.
 
     A text that differs is judged by the float32 logits behind the common prefix: in float32 a
     margin above 1e-4 is a bug.
     """
-    where = {"device": str(bench.lab.device), "method": "vanilla", "kernels": "off"}
+    where = {"device": str(lab.device), "method": "vanilla", "kernels": "off"}
     llm = eyas.load(**where, dtype=dtype)
     exact = llm if dtype == "float32" else eyas.load(**where, dtype="float32")
-    prompts = [llm.request(p.turns[0], raw=p.raw)[0].prompt for p in bundled_prompts(bench.plan.prompts)]
+    prompts = [llm.request(p.turns[0], raw=p.raw)[0].prompt for p in bundled_prompts(lab.plan.prompts)]
     rows, plain = list[Record](), dict[tuple[float, int], list[int]]()
-    for runner in ("off", *kernels):
+    for runner in ("off", kernels):
         target = with_fastest_runner(Target(llm.target.model, "embedded"), runner)
         for method, tree, temperature in TEXTS if runner != "compile" else TEXTS[:2]:
             drafting = pretrained(target, method, tree)
             decoder, margins = Decoder(drafting.target, drafting), list[float]()
             for number, prompt in enumerate(prompts):
                 sampling = Sampling(temperature, seed=number)
-                text = _decoded(decoder, Request(prompt, bench.plan.new_tokens, sampling, llm.eos))
+                text = _decoded(decoder, Request(prompt, lab.plan.new_tokens, sampling, llm.eos))
                 true = plain.setdefault((temperature, number), text)
                 if (at := first_difference(text, true)) is not None:
                     margins.append(_margin(exact.target, [*prompt, *true[:at]], text[at:], true[at:]))
@@ -132,7 +116,8 @@ def _margin(exact: Target, prefix: list[int], ours: Sequence[int], true: Sequenc
 
 
 def _cycles(
-    bench: Bench,
+    lab: Lab,
+    before: Stages,
     entries: Sequence[Entry],
     context: int,
     rows: int = 1,
@@ -142,20 +127,21 @@ def _cycles(
     ahead: bool = True,
 ) -> Record:
     """Cycles of the entries beside plain decoding by the same runner, which comes first."""
-    shape = shape or bench.plan.shape
+    shape = shape or lab.plan.shape
     plain = Entry(kernels=entries[0].kernels)
-    entered = {entry.name: entry for entry in (plain, *entries)}
-    drafters = {name: bench.lab.drafter(entry, shape) for name, entry in entered.items()}
-    timings = timed_cycles(bench.lab, drafters, context, rows, rates, temperature, ahead)
-    base = timings[plain.name]
-    run: Any = drafters[plain.name].target.runner
+    drafters = {entry.name: lab.drafter(entry, shape) for entry in (plain, *entries)}
+    timings = timed_cycles(lab, drafters, context, rows, rates, temperature, ahead)
+    target: Target = drafters[plain.name].target
+    run: Any = target.runner
     runner = f"{run.name}, layers by kernels" if getattr(run, "fused", None) else run.name
     about = {"shape": shape, "kernels": plain.kernels, "runner": runner}
     about |= {"context": context, "rows": rows, "T": temperature, "ahead": ahead}
-    target = drafters[plain.name].target
-    bound_ms = _bound_ms(bench, target, context, rows)
+    bandwidth = before.get("machine", {}).get("machine", {}).get("bandwidth")
+    bound_ms = _bound_ms(bandwidth, target, context, rows) if bandwidth else None
+    base = timings[plain.name]
     lines = [{**about, **_line(name, timing, base, rows, bound_ms)} for name, timing in timings.items()]
-    return {"rows": lines, "rounds_ms": {name: timing.ms for name, timing in timings.items()}, "memory": _memory(bench)}
+    memory = torch.cuda.max_memory_allocated(lab.device) if lab.device.type == "cuda" else 0
+    return {"rows": lines, "rounds_ms": {name: timing.ms for name, timing in timings.items()}, "memory": memory}
 
 
 def _line(name: str, timing: Timing, base: Timing, rows: int, bound_ms: float | None) -> Record:
@@ -172,98 +158,77 @@ def _line(name: str, timing: Timing, base: Timing, rows: int, bound_ms: float | 
     }
 
 
-def _bound_ms(bench: Bench, target: Target, context: int, rows: int) -> float | None:
+def _bound_ms(bandwidth: float, target: Target, context: int, rows: int) -> float:
     """Milliseconds in which the machine reads a plain step's weights, and its rows' keys and values."""
-    bandwidth = bench.results.get("machine", "machine").get("bandwidth")
-    if not bandwidth:
-        return None
     one, empty = cost.need(target, 1, context).bytes, cost.need(target, 1, 0).bytes
-    return 1e3 * (empty + rows * (one - empty)) / float(bandwidth)
+    return 1e3 * (empty + rows * (one - empty)) / bandwidth
 
 
-def _memory(bench: Bench) -> int:
-    return torch.cuda.max_memory_allocated(bench.lab.device) if bench.lab.device.type == "cuda" else 0
-
-
-def _attention(bench: Bench, context: int) -> Record:
-    """Attention of one layer, by torch and by eyas' kernel."""
-    return attention_rows(bench.lab, context)
-
-
-def _reference(bench: Bench, how: str) -> Record:
-    """The same model by transformers' generate."""
-    return reference_rows(bench.lab, how, bench.plan.contexts[0])
-
-
-def _profile(bench: Bench, entry: Entry) -> Record:
-    """Which kernels a cycle consists of, and how long the device is busy with them."""
-    return kernel_rows(bench.lab, entry, bench.plan.contexts[0])
-
-
-def _draft(bench: Bench, method: str, options: tuple[tuple[str, Any], ...]) -> Record:
-    """A draft alone, recorded, at a short and at a long context."""
-    (_, short, long), entry = bench.plan.window, Entry(method, bench.plan.trees[0], options=options)
-    drafts = {context: draft_ms(bench.lab, entry, context) for context in (short, long)}
-    base = drafts[short][0]
-    rows = [
-        {"method": entry.name, "context": n, "draft ms": ms, "over short": ms[0] / base} for n, ms in drafts.items()
+def _profile(lab: Lab, before: Stages, entry: Entry) -> Record:
+    """The kernels of recorded cycles by their names: how often, how long."""
+    drafter = lab.drafter(entry)
+    decoder = Decoder(drafter.target, drafter, verify=simulated((0.8, 0.7)))
+    dice = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, drafter.target.vocab_size, (lab.plan.contexts[0],), generator=dice).tolist()
+    decoder.add(Request(tuple(prompt), 12 * (TRACED + lab.plan.warm + 2)))
+    for _ in range(1 + lab.plan.warm):
+        decoder.step()
+    on_gpu = lab.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(TRACED):
+            decoder.step()
+        lab.wait()
+    count, micros = Counter[str](), Counter[str]()
+    for event in profiler.key_averages():
+        # what the host called; its kernels have entries of their own
+        if on_gpu and event.device_type != DeviceType.CUDA:
+            continue
+        time_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if time_us:
+            count[event.key], micros[event.key] = event.count, time_us
+    listed = [
+        {"kernel": name[:90], "a cycle": count[name] / TRACED, "us a cycle": us / TRACED}
+        for name, us in micros.most_common(LISTED)
     ]
-    return {"rows": rows}
+    whole = {"kernel": "all", "a cycle": sum(count.values()) / TRACED, "us a cycle": sum(micros.values()) / TRACED}
+    return {"rows": [whole, *listed], "kernels": dict(count), "us": dict(micros)}
 
 
 # --- all stages --------------------------------------------------------------------------------------------------------------------------
 
 
-def stages(plan: Plan) -> list[Stage]:
-    """All stages, in the order of their worth."""
+def cases(plan: Plan) -> list[Case]:
+    """The cases of all stages, in the order of their worth."""
+    return [Case(stage, name, run, seconds) for stage, name, run, seconds in _cases(plan)]
+
+
+def _cases(plan: Plan) -> Iterator[tuple[str, str, Callable[[Lab, Stages], Record], float]]:
     tree, fewer, small = (Entry("eagle3", shape) for shape in plan.trees)
-    short, size = plan.contexts[0], plan.window[0]
-    window = (("window.size", size),)
+    short = plan.contexts[0]
+    fp8 = replace(tree, draft_weights="fp8")
 
-    def cycles(name: str, entries: Sequence[Entry], context: int, seconds: float, **more: Any) -> Case:
-        return Case(name, partial(_cycles, entries=entries, context=context, **more), seconds)
+    def cycles(*entries: Entry, context: int = short, **more: Any) -> Callable[[Lab, Stages], Record]:
+        return partial(_cycles, entries=entries, context=context, **more)
 
-    def by(kernels: str, *entries: Entry, draft_weights: str = "exact") -> list[Entry]:
-        return [Entry(e.method, e.tree, kernels, draft_weights, e.options) for e in entries]
-
-    compiled = [
-        Case("texts, float32", partial(_texts, dtype="float32", kernels=("compile",)), 90),
-        *(cycles(f"{context} tokens", by("compile", tree), context, 120) for context in plan.contexts),
-    ]
-    return [
-        Stage("machine", "the machine and its ceilings", [Case("machine", _machine, 30)]),
-        Stage("texts", "the embedded model: the same ids by every runner", [
-            Case("float32", partial(_texts, dtype="float32", kernels=("on",)), 60),
-            Case("bfloat16", partial(_texts, dtype="bfloat16", kernels=("on",)), 60),
-        ]),
-        Stage("first", "plain decoding and EAGLE-3, recorded", [
-            *(cycles(f"{context} tokens", [tree], context, 30) for context in plan.contexts),
-            cycles("one cycle after the other", [tree], short, 30, ahead=False),
-            cycles("without graphs", by("off", tree), short, 40),
-        ]),
-        Stage("attention", "attention alone, one layer", [
-            Case(f"{n} tokens", partial(_attention, context=n), 20) for n in (*plan.contexts, plan.long)
-        ]),
-        Stage("profile", "kernels of a cycle", [Case(e.name, partial(_profile, entry=e), 20) for e in (Entry(), tree)]),
-        Stage("compile", "layers by torch.compile", compiled),
-        Stage("long", "a long context", [cycles(f"{plan.long} tokens", [tree], plan.long, 40)]),
-        Stage("fp8", "drafts in fp8", [cycles(f"{short} tokens", by("on", tree, fewer, draft_weights="fp8"), short, 40)]),
-        Stage("sampled", "T = 1", [
-            cycles("bf16", [tree], short, 30, temperature=1.0),
-            cycles("fp8", by("on", tree, draft_weights="fp8"), short, 30, temperature=1.0),
-        ]),
-        Stage("seagle", "a draft's time against the context", [
-            Case("seagle", partial(_draft, method="seagle", options=window), 40),
-            Case("eagle3", partial(_draft, method="eagle3", options=()), 40),
-        ]),
-        Stage("rows", "several rows", [cycles(f"{rows} rows", [tree, small], short, 30 + 3 * rows, rows=rows) for rows in plan.rows]),
-        Stage("trees", "other trees and methods", [
-            cycles("trees", [fewer, small, Entry("eagle1", options=(("tree.choices", "chain-5"),))], short, 60),
-        ]),
-        Stage("transformers", "transformers' generate with the same model", [
-            Case(how, partial(_reference, how=how), 120) for how in ("dynamic", "static", "static, compiled")
-        ]),
-        *(Stage(shape, "another model", [
-            cycles(f"{short} tokens", [tree, small], short, 90, shape=shape, rates=EXPERTS if "mixtral" in shape else DENSE)
-        ]) for shape in plan.others),
-    ]  # fmt: skip
+    yield "machine", "machine", _machine, 30
+    for dtype in ("float32", "bfloat16"):
+        yield "texts", dtype, partial(_texts, dtype=dtype, kernels="on"), 60
+    for context in plan.contexts:
+        yield "first", f"{context} tokens", cycles(tree, context=context), 30
+    yield "first", "one cycle after the other", cycles(tree, ahead=False), 30
+    yield "first", "without graphs", cycles(replace(tree, kernels="off")), 40
+    for entry in (Entry(), tree):
+        yield "profile", entry.name, partial(_profile, entry=entry), 20
+    yield "compile", "texts, float32", partial(_texts, dtype="float32", kernels="compile"), 90
+    for context in plan.contexts:
+        yield "compile", f"{context} tokens", cycles(replace(tree, kernels="compile"), context=context), 120
+    yield "fp8", f"{short} tokens", cycles(fp8, replace(fewer, draft_weights="fp8")), 40
+    yield "sampled", "bf16", cycles(tree, temperature=1.0), 30
+    yield "sampled", "fp8", cycles(fp8, temperature=1.0), 30
+    for rows in plan.rows:
+        yield "rows", f"{rows} rows", cycles(tree, small, rows=rows), 30 + 3 * rows
+    yield "trees", "trees", cycles(fewer, small), 60
+    for shape in plan.others:
+        rates = EXPERTS if "mixtral" in shape else DENSE
+        yield shape, f"{short} tokens", cycles(tree, small, shape=shape, rates=rates), 90

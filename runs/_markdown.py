@@ -1,8 +1,7 @@
-"""Markdown for pages and terminals: tables, their cells, paragraphs."""
+"""Markdown for pages and terminals: tables and their cells."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +31,6 @@ def columns(rows: Mapping[str, Any], makers: Mapping[str, Callable[[Any], str]],
     """
     lines = ([name, *(make(row) for make in makers.values())] for name, row in rows.items())
     return table([corner, *makers], lines)
-
-
-def prose(text: str) -> str:
-    """A paragraph, wrapped."""
-    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
 
 
 def blocks(parts: Iterable[str]) -> str:

@@ -15,12 +15,11 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
-import _peers_reference
+from _peers_reference import reference_head, reference_target
 from _servers import served
 
 import eyas
@@ -32,30 +31,15 @@ from eyas_train.exports import export
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "engines"
 OWN = Path(sys.executable)
-INTEROP, OPENVINO, PACE = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino", "pace"))
+INTEROP, OPENVINO, REFERENCE = (ROOT / f".venv-{name}/bin/python" for name in ("interop", "openvino", "reference"))
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
-DRAFTING, BLOCK = f"EAGLE-3, {DRAFTS} drafts", f"DFlash, {DRAFTS} drafts"
+DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
 SUFFIX = {
     "num_speculative_tokens": 24,  # vLLM's default
     "suffix_decoding_max_cached_requests": 0,  # it draws on no earlier answers, as eyas' `suffix`
 }
-TREE_DRAFTS, TREE = 7, {"branching_factor": 2, "tree_depth": 3}  # of OpenVINO GenAI
 Ask = Callable[..., dict[str, Any]]
-
-
-MAKING = RLock()
-
-
-def one_at_a_time(make: Callable[..., Path]) -> Callable[..., Path]:
-    """Let one thread make a file at a time: engines start side by side, and some need the same one."""
-
-    @wraps(make)
-    def made(*arguments: Any) -> Path:
-        with MAKING:
-            return make(*arguments)
-
-    return made
 
 
 @dataclass(frozen=True)
@@ -63,17 +47,13 @@ class Engine:
     """One way to answer.
 
     Attributes:
-        group: the engine's own name; those of one group are compared with the best of eyas together.
-        exact: whether its weights are the model's own, so that its ids should be those of plain decoding.
         start: a context manager that gives `Ask`.
-        passes: whether it can tell what a pass costs.
+        exact: whether its weights are the model's own, so that its ids should be those of plain decoding.
     """
 
     name: str
-    group: str
     start: Callable[[], Any]
     exact: bool = True
-    passes: bool = False
 
 
 @dataclass
@@ -103,7 +83,6 @@ class Workshop:
             )
         return found
 
-    @one_at_a_time
     def target(self) -> Path:
         """The model as transformers saves it, in float32."""
         place = self.folder / "target"
@@ -127,14 +106,12 @@ class Workshop:
         made = int((self.dflash / "config.json").stat().st_mtime)  # another head may lie in the same folder later
         return self._exported(self.dflash, f"dflash-{made}", "openvino")
 
-    @one_at_a_time
     def _exported(self, head: Path, name: str, form: str) -> Path:
         place = self.folder / name
         if not place.exists():
             export(load(head), form, place, ExportTarget(str(self.target())))
         return place
 
-    @one_at_a_time
     def gguf(self, model: Path, kind: str) -> Path:
         """The model or its head by llama.cpp's converter, and in four bits by its quantiser."""
         place = self.folder / f"{model.name}-{kind}.gguf"
@@ -146,7 +123,6 @@ class Workshop:
             self._run([*program, self.llama_cpp, kind, model, place, *target])
         return place
 
-    @one_at_a_time
     def openvino(self, model: Path, kind: str) -> Path:
         """The model or its head by OpenVINO's converter."""
         place = self.folder / f"openvino-{model.name}-{kind}"
@@ -216,20 +192,7 @@ class Workshop:
 
 def _llama_asker(url: str) -> Ask:
     drafts, accepted = 0, 0
-
-    def completion(ids: Sequence[int], tokens: int, cached: bool) -> dict[str, Any]:
-        body = {
-            "prompt": list(ids),
-            "n_predict": tokens,
-            "temperature": 0,
-            "return_tokens": True,
-            "cache_prompt": cached,
-        }
-        head = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), head)
-        with urllib.request.urlopen(request, timeout=300) as response:
-            reply: dict[str, Any] = json.load(response)
-        return reply
+    settings = {"temperature": 0, "return_tokens": True, "cache_prompt": False}
 
     def ask(kind: str, **question: Any) -> dict[str, Any]:
         nonlocal drafts, accepted
@@ -238,9 +201,11 @@ def _llama_asker(url: str) -> Ask:
                 return {"llama.cpp": str(json.load(response).get("build_info", "unknown"))}
         if kind == "counts":
             return {"drafts": drafts, "accepted": accepted}
-        if kind == "passes":
-            return {"seconds": [_pass_seconds(completion, n, **question) for n in question["tokens"]]}
-        reply = completion(question["ids"], question["max_tokens"], cached=False)
+        body = {"prompt": list(question["ids"]), "n_predict": question["max_tokens"], **settings}
+        head = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request, timeout=300) as response:
+            reply = json.load(response)
         times = reply["timings"]
         accepted += times.get("draft_n_accepted", 0)
         drafts += len(reply["tokens"]) - 1 - times.get("draft_n_accepted", 0)
@@ -250,164 +215,101 @@ def _llama_asker(url: str) -> Ask:
     return ask
 
 
-def _pass_seconds(completion: Callable[..., dict[str, Any]], n: int, context: int, repeats: int, **_: Any) -> float:
-    """A prompt whose first `context` tokens are in the cache: its pass has n tokens."""
-    ids, seconds = [7] * context, []
-    for repeat in range(repeats + 1):
-        completion(ids, 1, cached=True)
-        times = completion([*ids, *range(20 + repeat, 20 + repeat + n)], 1, cached=True)["timings"]
-        if times["prompt_n"] != n:
-            raise InputError(f"llama-server read {times['prompt_n']} tokens and not {n}")
-        seconds.append(times["prompt_ms"] / 1000)
-    return sorted(seconds[1:])[repeats // 2]
+def engines(w: Workshop) -> list[Engine]:
+    """All engines that are installed here; `w.left_out` says which are not."""
+    made = [*_eyas(w), *_transformers(w)]
+    others = {"vLLM": _vllm, "OpenVINO GenAI": _openvino, "llama.cpp": _llama, "SafeAILab's code": _reference}
+    for name, of in others.items():
+        found = of(w)
+        if isinstance(found, str):
+            w.left_out[name] = found
+        else:
+            made += found
+    return made
 
 
-def engines(workshop: Workshop) -> list[Engine]:
-    """All engines that are installed here; `workshop.left_out` says which are not."""
-    if not workshop.dflash:
-        workshop.left_out["DFlash"] = "no head of it was named: --dflash FOLDER"
-    made = _eyas(workshop) + _transformers(workshop)
-    made += _vllm(workshop) + _openvino(workshop) + _pace(workshop)
-    return made + _llama(workshop) + _ik_llama(workshop) + _reference(workshop)
-
-
-def _eyas(w: Workshop) -> list[Engine]:
+def _eyas(w: Workshop) -> Iterator[Engine]:
     def one(name: str, exact: bool = True, **options: Any) -> Engine:
         log = "eyas-" + name.replace(" ", "-").replace(",", "")
-        start = partial(w.program, OWN, "with_eyas.py", log, target=w.target(), **options)
-        return Engine(f"eyas, {name}", "eyas", start, exact, passes=True)
+        return Engine(
+            f"eyas, {name}", partial(w.program, OWN, "with_eyas.py", log, target=w.target(), **options), exact
+        )
 
     head, mtp = w.head(), w.named.heads.get("mtp")
-    rounded = {
-        kind: {"weights": kind, "activations": "int8" if kind == "int8" else "int16"} for kind in ("int8", "int4")
-    }
     chain = {"nodes": DRAFTS + 1, "depth": DRAFTS, "branch": 1}
-    return [
-        one("plain", method="vanilla"),
-        one(DRAFTING, draft=head, tree=chain),
-        one("EAGLE-3, auto", draft=head),
-        one("suffix decoding", method="suffix"),
-        *([one(f"MTP, {DRAFTS} drafts", draft=mtp, tree=chain)] if mtp else []),
-        *([one(BLOCK, draft=w.dflash_head(), tree=chain)] if w.dflash else []),
-        *(
-            one(f"{what}, {kind}", False, **how, **options)
-            for kind, options in rounded.items()
-            for what, how in (("plain", {"method": "vanilla"}), ("EAGLE-3, auto", {"draft": head}))
-        ),
-    ]
+    yield one("plain", method="vanilla")
+    yield one(DRAFTING, draft=head, tree=chain)
+    yield one("EAGLE-3, auto", draft=head)
+    yield one("suffix decoding", method="suffix")
+    if mtp:
+        yield one(f"MTP, {DRAFTS} drafts", draft=mtp, tree=chain)
+    for weights, activations in (("int8", "int8"), ("int4", "int16")):
+        rounded = {"weights": weights, "activations": activations}
+        yield one(f"plain, {weights}", False, method="vanilla", **rounded)
+        yield one(f"EAGLE-3, auto, {weights}", False, draft=head, **rounded)
 
 
-def _transformers(w: Workshop) -> list[Engine]:
-    modes = {"plain": "plain", "compiled": "static cache, compiled", "lookup": "prompt lookup"}
-
-    def one(mode: str) -> Engine:
+def _transformers(w: Workshop) -> Iterator[Engine]:
+    for mode, name in (("plain", "plain"), ("compiled", "static cache, compiled")):
         start = partial(w.program, OWN, "with_transformers.py", f"transformers-{mode}", target=w.target(), mode=mode)
-        return Engine(f"transformers, {modes[mode]}", "transformers", start, passes=mode == "plain")
-
-    return [one(mode) for mode in modes]
+        yield Engine(f"transformers, {name}", start)
 
 
-def _reference(w: Workshop) -> list[Engine]:
-    if w.model != "embedded":
-        w.left_out["SafeAILab's code"] = "its heads are those of the embedded model"
-        return []
-    if not _peers_reference.PYTHON.exists():
-        w.left_out["SafeAILab's code"] = "not installed: make interop"
-        return []
-
-    def one(name: str, options: dict[str, Any]) -> Engine:
-        log = "reference-plain" if options["plain"] else "reference"
-        start = partial(w.program, _peers_reference.PYTHON, "with_reference.py", log, **options)
-        return Engine(f"SafeAILab's code, {name}", "SafeAILab's code", start, passes=options["plain"])
-
-    return [one(name, options) for name, options in _peers_reference.ways(w.folder).items()]
-
-
-def _vllm(w: Workshop) -> list[Engine]:
+def _vllm(w: Workshop) -> list[Engine] | str:
     if not INTEROP.exists():
-        w.left_out["vLLM"] = "not installed: make interop"
-        return []
+        return "not installed: make interop"
 
     def one(name: str, method: str = "", **speculative: Any) -> Engine:
         options = {"method": method, **speculative} if method else None
         log = f"vllm-{method or 'plain'}"
         start = partial(w.program, INTEROP, "with_vllm.py", log, target=w.target(), speculative=options)
-        return Engine(f"vLLM, {name}", "vLLM", start)
+        return Engine(f"vLLM, {name}", start)
 
     made = [one("plain"), one(DRAFTING, "eagle3", model=w.head(), num_speculative_tokens=DRAFTS)]
-    made += [one(BLOCK, "dflash", model=w.dflash_head(), num_speculative_tokens=DRAFTS)] if w.dflash else []
-    if not any(INTEROP.parents[1].glob("lib/*/site-packages/arctic_inference")):
-        w.left_out["vLLM, suffix decoding"] = "arctic-inference is not installed: make interop"
-        return made
-    return [*made, one("suffix decoding", "suffix", **SUFFIX)]
+    if any(INTEROP.parents[1].glob("lib/*/site-packages/arctic_inference")):
+        made.append(one("suffix decoding", "suffix", **SUFFIX))
+    return made
 
 
-def _openvino(w: Workshop) -> list[Engine]:
+def _openvino(w: Workshop) -> list[Engine] | str:
     if not OPENVINO.exists():
-        w.left_out["OpenVINO GenAI"] = "not installed: make interop"
-        return []
-    tree = f"EAGLE-3, a tree of {TREE_DRAFTS} drafts"
-    shown = {"plain": "plain", "eagle3": DRAFTING, "tree": tree, "dflash": BLOCK, "lookup": "prompt lookup"}
-    if not w.dflash:
-        del shown["dflash"]
+        return "not installed: make interop"
 
-    def one(kind: str, what: str) -> Engine:
+    def one(kind: str, drafting: bool) -> Engine:
         def start() -> Any:
-            options: dict[str, Any] = {"lookup": True} if what == "lookup" else {}
-            options |= {"head": w.openvino(w.openvino_head(), kind)} if what in ("eagle3", "tree") else {}
-            options |= {"head": w.openvino(w.dflash_head(), kind), "dflash": True} if what == "dflash" else {}
-            options |= {"tree": TREE, "tokens": TREE_DRAFTS} if what == "tree" else {"tokens": DRAFTS}
-            target = w.openvino(w.target(), kind)
-            return w.program(OPENVINO, "with_openvino.py", f"openvino-{kind}-{what}", target=target, **options)
+            head = {"head": w.openvino(w.openvino_head(), kind), "tokens": DRAFTS} if drafting else {}
+            log = f"openvino-{kind}{'-eagle3' * drafting}"
+            return w.program(OPENVINO, "with_openvino.py", log, target=w.openvino(w.target(), kind), **head)
 
-        name = f"OpenVINO GenAI, {shown[what]}, {kind}"
-        return Engine(name, "OpenVINO GenAI", start, exact=kind == "fp32", passes=what == "plain")
+        name = f"OpenVINO GenAI, {DRAFTING if drafting else 'plain'}, {kind}"
+        return Engine(name, start, exact=kind == "fp32")
 
-    return [*(one("fp32", what) for what in shown), *(one("int8", what) for what in shown if what != "lookup")]
+    return [one(kind, drafting) for kind in ("fp32", "int8") for drafting in (False, True)]
 
 
-def _llama(w: Workshop) -> list[Engine]:
+def _llama(w: Workshop) -> list[Engine] | str:
     if not (w.llama_cpp and w.llama_build and (w.llama_build / "bin/llama-server").exists()):
-        w.left_out["llama.cpp"] = "no build of it was named: LLAMA_CPP=FOLDER"
-        return []
+        return "no build of it was named: LLAMA_CPP=FOLDER"
 
     def one(kind: str, drafting: bool) -> Engine:
         name = f"llama.cpp, {DRAFTING if drafting else 'plain'}, {kind}"
-        return Engine(name, "llama.cpp", partial(w.llama_server, kind, drafting), kind == "f32", not drafting)
+        return Engine(name, partial(w.llama_server, kind, drafting), kind == "f32")
 
     return [one(kind, drafting) for kind in ("f32", "q8_0", "q4_0") for drafting in (False, True)]
 
 
-def _ik_llama(w: Workshop) -> list[Engine]:
-    if not (w.llama_cpp and w.llama_build and any(INTEROP.parents[1].glob("lib/*/site-packages/ik_llama_cpp"))):
-        w.left_out["ik_llama.cpp"] = (
-            "not installed (make interop), or no build of llama.cpp, which writes its files, was named"
-        )
-        return []
+def _reference(w: Workshop) -> list[Engine] | str:
+    """SafeAILab's package eagle-llm 1.2.1, which is EAGLE-1 with its static tree of 26 nodes."""
+    if w.model != "embedded" or not REFERENCE.exists():
+        return "it takes the embedded model, and is installed by make interop"
 
-    def one(kind: str) -> Engine:
-        def start() -> Any:
-            return w.program(INTEROP, "with_ik_llama.py", f"ik-llama-{kind}", target=w.gguf(w.target(), kind))
+    def one(name: str, plain: bool) -> Engine:
+        log = f"reference{'-plain' * plain}"
+        places = {"target": reference_target(w.folder), "head": reference_head(w.folder)}
+        start = partial(w.program, REFERENCE, "with_reference.py", log, plain=plain, **places)
+        return Engine(f"SafeAILab's code, {name}", start)
 
-        return Engine(f"ik_llama.cpp, plain, {kind}", "ik_llama.cpp", start, kind == "f32", passes=True)
-
-    return [one(kind) for kind in ("f32", "q8_0", "q4_0")]
-
-
-def _pace(w: Workshop) -> list[Engine]:
-    """AMD PACE decodes plainly: its drafts are PARD's, and no model of eyas has one."""
-    if not PACE.exists():
-        w.left_out["AMD PACE"] = "not installed: make interop"
-        return []
-    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
-        w.left_out["AMD PACE"] = "it needs a processor with AVX512_BF16"
-        return []
-
-    def one(dtype: str) -> Engine:
-        start = partial(w.program, PACE, "with_pace.py", f"pace-{dtype}", target=w.target(), dtype=dtype)
-        return Engine(f"AMD PACE, plain, {dtype}", "AMD PACE", start, exact=dtype == "float32")
-
-    return [one(dtype) for dtype in ("float32", "bfloat16")]
+    return [one("plain", True), one("EAGLE-1, static tree", False)]
 
 
 def mean_length(counts: Mapping[str, Any]) -> float | None:

@@ -16,15 +16,6 @@ RECORDS = DOCS / "results"
 Record = dict[str, Any]
 
 PLAIN, OWN, GENERATE = "plain", "plain, model's own forward", "transformers generate"
-METHODS = (
-    "eagle1 chain",
-    "eagle1 static tree",
-    "eagle2 dynamic tree",
-    "eagle3 chain",
-    "eagle3 dynamic tree",
-    "mtp chain",
-    "mtp dynamic tree",
-)
 
 
 @cache

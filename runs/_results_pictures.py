@@ -1,15 +1,26 @@
-"""The pictures of docs/lab/results.md and docs/lab/report.md."""
+"""Pictures of docs/lab/results.md and docs/lab/report.md.
+
+Other pictures of these pages show what was measured once; they are not drawn again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from _pictures import svg
-from _records import GENERATE, METHODS, PLAIN, best_tree, pooled_rows, record
-from _report_pictures import REPORT
+from _records import GENERATE, PLAIN, best_tree, record
 from matplotlib.figure import Figure
+from transformers import AutoConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "packages" / "eyas-lab" / "runs"))
+from predict_check import LLAMA_8B, PUBLISHED
+
+from eyas.core.drafter import TreeSize
+from eyas_lab.predict import MACHINES, Prediction, Settings, read_head
+from eyas_lab.predict.models import model_of
 
 # An opaque light background, so that labels can be read on a dark page too. Colours: Okabe and Ito.
 STYLE: Any = {"font.size": 10, "figure.facecolor": "#fcfcfd", "axes.facecolor": "#fcfcfd"}
@@ -21,14 +32,7 @@ SPEEDS = {
     "speed_nestling": "nestling\nIntel AMX",
     "speed_nestling_int8": "nestling int8\nIntel AMX",
 }
-DRAFTLESS = {
-    "suffix": "suffix",
-    "prompt_lookup": "prompt lookup",
-    "lookahead": "lookahead",
-    "medusa": "Medusa",
-    "hydra": "Hydra",
-}
-HEADS = {"eagle3": BLUE, "seagle": ORANGE}
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def draw_speed(figure: Figure) -> None:
@@ -47,36 +51,6 @@ def draw_speed(figure: Figure) -> None:
     axes.set(ylabel="tokens per second", title="Speed, T = 0, whole answers, two threads")
     axes.legend(loc="upper right", ncols=3, fontsize=8)
     axes.margins(y=0.18)
-
-
-def draw_tau(figure: Figure) -> None:
-    """tau by method on held-in chats."""
-    ours, benched = record("acceptance_embedded")["without_loops"], pooled_rows("papers_chats")
-    rows = sorted(((name, ours[name]["tau"]) for name in METHODS), key=lambda row: row[1][0])
-    for start, label in DRAFTLESS.items():
-        for method, row in benched.items():
-            if method.split(":")[0] == start and "head=" not in method:
-                rows.append((f"{label} (24 chats)", row["tau_interval"]))
-                break
-    rows.sort(key=lambda row: row[1][0])
-    axes = figure.subplots()
-    taus = [tau for _, tau in rows]
-    values = [tau[0] for tau in taus]
-    colours = [ORANGE if name in METHODS else GREY for name, _ in rows]
-    bars = axes.barh(range(len(rows)), values, 0.7, xerr=reach(taus), color=colours, error_kw={"lw": 1})
-    axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=4)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.axvline(1, color="0.4", lw=1)
-    axes.set(
-        xlabel="tau: tokens per pass of the target (plain decoding: 1)",
-        title="Acceptance on held-in chats, T = 0, trees of 26 nodes",
-    )
-    axes.margins(x=0.1)
-
-
-def reach(intervals: Sequence[Sequence[float]]) -> list[list[float]]:
-    """How far intervals reach below and above their values."""
-    return [[value - low for value, low, _ in intervals], [high - value for value, _, high in intervals]]
 
 
 def draw_pass_cost(figure: Figure) -> None:
@@ -101,54 +75,6 @@ def draw_pass_cost(figure: Figure) -> None:
     axes.legend(fontsize=8)
 
 
-def draw_long_context(figure: Figure) -> None:
-    """Acceptance and the draft's time against the context."""
-    left, right = figure.subplots(1, 2)
-    passages, cost = record("long_context"), record("draft_cost")
-    for (task, entry), style in zip(passages["tasks"].items(), ("-", "--"), strict=True):
-        for name, colour in HEADS.items():
-            taus = [tau[0] for tau in entry["all"][name]["tau"]]
-            lengths = passages["settings"]["lengths"]
-            left.plot(lengths, taus, marker="o", ms=4, color=colour, ls=style, label=f"{name}, {task}")
-    left.set(ylim=(1, 3), xlabel="prompt, tokens", ylabel="tau", title="Acceptance (head trained on 512)")
-    left.legend(fontsize=8, loc="lower right")
-    contexts = cost["settings"]["contexts"]
-    for name, colour in HEADS.items():
-        ms = [interval[0] for interval in cost["draft"][name]["cycle_wall_ms"]]
-        right.plot(contexts, ms, marker="o", ms=4, color=colour, label=name)
-    right.set_xscale("log", base=2)
-    right.set_xticks(contexts, [f"{n // 1024}k" for n in contexts])
-    right.minorticks_off()
-    right.set(ylim=(0, None), xlabel="context, tokens", ylabel="ms of a draft, one thread", title="Time of a draft")
-    right.legend(fontsize=8)
-
-
-def draw_heads(name: str, figure: Figure) -> None:
-    """n-alpha by n, where chains were measured; tau by kind."""
-    content = record(name)
-    kinds = content["kinds"]
-    with_chains = "n-alpha" in next(iter(kinds.values()))
-    axes = figure.subplots(1, 2 if with_chains else 1, squeeze=False)[0]
-    if with_chains:
-        for number, (kind, row) in enumerate(kinds.items()):
-            points = [(n + 0.05 * number, alpha) for n, alpha in enumerate(row["n-alpha"]) if alpha[0] is not None]
-            x, alphas = zip(*points, strict=True)
-            values = [alpha[0] for alpha in alphas]
-            axes[0].errorbar(x, values, reach(alphas), marker="o", ms=4, lw=1, capsize=2, label=kind)
-        axes[0].set(
-            xlabel="n: draft tokens accepted before", ylabel="n-alpha", title="Acceptance in a chain", ylim=(0, 1)
-        )
-        axes[0].legend(fontsize=7)
-    for place, shape in enumerate(next(iter(kinds.values()))["tau"]):
-        taus = [row["tau"][shape] for row in kinds.values()]
-        heights, values = [i + 0.2 * place for i in range(len(taus))], [tau[0] for tau in taus]
-        axes[-1].errorbar(values, heights, xerr=reach(taus), marker="o", ms=5, ls="none", capsize=2, label=shape)
-    axes[-1].set_yticks(range(len(kinds)), list(kinds))
-    axes[-1].invert_yaxis()
-    axes[-1].set(xlabel="tau", title=content["caption"].split(";")[1].strip())
-    axes[-1].legend(fontsize=7)
-
-
 def draw_curve(figure: Figure) -> None:
     """Acceptance of a chain against the number of tokens that its head has read."""
     points = [point for point in record("smollm2_curve")["curve"] if point["tokens"]]
@@ -167,14 +93,43 @@ def draw_curve(figure: Figure) -> None:
         axes.set(xlabel="million tokens read")
 
 
+def llama_on_h100(rows: int) -> Prediction:
+    """The prediction for LLaMA-3.1-8B with a typical EAGLE-3 head on an H100."""
+    model = model_of(AutoConfig.for_model("llama", **LLAMA_8B), "Llama-3.1-8B")
+    return Prediction(model, MACHINES["h100"], read_head(None, "eagle3", model), Settings(rows=rows))
+
+
+def draw_rows(figure: Figure) -> None:
+    """Speed-up by requests at a time: published, and by arithmetic."""
+    axes = figure.subplots()
+    size = TreeSize(4, 3, 1)
+    predictions = [llama_on_h100(rows).of_tree(size).speedup for rows in ROWS]
+    best = [llama_on_h100(rows).trees(1)[0].speedup for rows in ROWS]
+    axes.plot(ROWS, predictions, color="black", ls="--", label="Llama-3.1-8B, H100, 3 drafts (by arithmetic)")
+    axes.plot(ROWS, best, color="black", ls=":", label="the same, best tree")
+    published = [(rows, figure) for _, what, rows, _, figure in PUBLISHED if what == "speed-up"]
+    axes.plot(*zip(*published, strict=True), color=BLUE, marker="o", ms=4, label="published, SGLang on an H100")
+    lines = [line for line in record("never_slower")["lines"] if line["command"] == "python"]
+    for target, colour in (("smollm2-q4_1", ORANGE), ("embedded", GREY)):
+        points = [(line["rows"], line["over_off"][0]) for line in lines if line["target"] == target]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker="^", ms=5, label=f"ours, {target}, EPYC (AVX2)")
+    axes.axhline(1, color="0.8", lw=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([rows for rows in ROWS if rows & (rows - 1) == 0])
+    axes.set_xticks(axes.get_xticks(), [f"{int(rows)}" for rows in axes.get_xticks()])
+    axes.set(
+        xlabel="requests at a time", ylabel="over plain decoding", title="Speed-up against the load", ylim=(0.8, None)
+    )
+    axes.legend(fontsize=8, bbox_to_anchor=(1, 0.98), loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    axes.set_ylim(0.8, 4.3)
+
+
 PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "speed": (draw_speed, (9, 3.8)),
-    "tau": (draw_tau, (8, 3.9)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
-    "long_context": (draw_long_context, (9, 3.6)),
     "smollm2_curve": (draw_curve, (9, 3.6)),
-    **{name: (partial(draw_heads, name), (9, 3.6)) for name in ("ablation", "data_source")},
-    **REPORT,
+    "report_rows": (draw_rows, (7, 3.8)),
 }
 
 

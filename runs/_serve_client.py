@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import random
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,15 +19,11 @@ from urllib.parse import urlsplit
 
 import h11
 
-MOST_OPEN = 128  # requests of an open loop at once; one that comes beyond them is counted and not sent
-Order = dict[str, Any]
-
 
 @dataclass
 class Exchange:
     """One request, and its answer in the pieces in which it came."""
 
-    kind: str
     prompt: int
     began: float
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -71,7 +66,7 @@ class Exchange:
             "events": events,
             "end": round(self.pieces[-1][0] - start, 6) if self.pieces else None,
         }
-        return {"kind": self.kind, "prompt": self.prompt, "status": status, "whole": self.whole, "text": text, **times}
+        return {"prompt": self.prompt, "status": status, "whole": self.whole, "text": text, **times}
 
 
 def text_of(event: bytes) -> str:
@@ -85,70 +80,23 @@ def text_of(event: bytes) -> str:
     return text
 
 
-class Load:
-    """Requests for some seconds; what is not done then is given up."""
+async def load(order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Clients for some seconds, each of which sends its next request when it has the answer to the one before; what
+    is not done then is given up."""
+    start, numbers, exchanges = time.perf_counter(), itertools.count(), list[Exchange]()
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.exchanges: list[Exchange] = []
-        self.unsent = 0
-        self.start = time.perf_counter()
-
-    def left(self) -> float:
-        return self.start + float(self.order["seconds"]) - time.perf_counter()
-
-    async def ask(self, kind: str, number: int) -> None:
-        """One request."""
-        prompts = self.order[kind]
-        exchange = Exchange(kind, number % len(prompts), time.perf_counter())
-        self.exchanges.append(exchange)
-        with contextlib.suppress(ConnectionError):
-            await exchange.run(self.order["url"], prompts[number % len(prompts)])
-
-    async def closed(self) -> None:
-        """Every client sends its next request when it has the answer to the one before."""
-        numbers = itertools.count()
-
-        async def client() -> None:
-            while True:
-                await self.ask("bodies", next(numbers))
-
-        await asyncio.gather(*(client() for _ in range(self.order["clients"])))
-
-    async def open(self) -> None:
-        """Requests come at random (Poisson), whatever the server does."""
-        chance, numbers = random.Random(self.order["seed"]), itertools.count()
-        running: set[asyncio.Task[None]] = set()
-        at = self.start
+    async def client() -> None:
         while True:
-            at += chance.expovariate(self.order["rate"])
-            await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            if len(running) >= MOST_OPEN:
-                self.unsent += 1
-                continue
-            task = asyncio.create_task(self.ask("bodies", next(numbers)))
-            running.add(task)
-            task.add_done_callback(running.discard)
+            number = next(numbers) % len(order["bodies"])
+            exchanges.append(exchange := Exchange(number, time.perf_counter()))
+            with contextlib.suppress(ConnectionError):
+                await exchange.run(order["url"], order["bodies"][number])
 
-    async def intruders(self) -> None:
-        """Long prompts, one after the other, each after a pause."""
-        for number in range(len(self.order["long"])):
-            await asyncio.sleep(self.order["pause"])
-            await self.ask("long", number)
-
-    async def run(self) -> dict[str, Any]:
-        """The whole order."""
-        jobs = [self.closed() if "clients" in self.order else self.open()]
-        if self.order.get("long"):
-            jobs.append(self.intruders())
-        tasks = [asyncio.create_task(job) for job in jobs]
-        await asyncio.sleep(self.left())
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks)
-        return {"unsent": self.unsent, "exchanges": [one.record(self.start) for one in self.exchanges]}
+    clients = asyncio.gather(*(client() for _ in range(order["clients"])))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(clients, order["seconds"])
+    return [one.record(start) for one in exchanges]
 
 
 if __name__ == "__main__":
-    json.dump(asyncio.run(Load(json.load(sys.stdin)).run()), sys.stdout)
+    json.dump(asyncio.run(load(json.load(sys.stdin))), sys.stdout)

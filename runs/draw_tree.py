@@ -1,8 +1,7 @@
-"""Draw one cycle's draft tree and what the target made of it: as text, or as an SVG.
+"""Draw one cycle's draft tree and what the target made of it, as an SVG.
 
-    python runs/draw_tree.py --nodes 14                                  the tree of the README, as text
-    python runs/draw_tree.py --nodes 14 --svg docs/pictures/tree.svg     and its picture
-    python runs/draw_tree.py --methods --heads out/drafters              a picture for each method's page
+    python runs/draw_tree.py                                   docs/pictures/tree.svg, the tree of the README
+    python runs/draw_tree.py --methods --heads out/drafters    a picture for each method's page
 
 The pictures of methods show the cycle that accepted most draft tokens among the first of an answer
 of the embedded model. Methods without a head in the package take theirs from --heads, as
@@ -22,7 +21,7 @@ from _common import drafter, run, tree
 import eyas
 from eyas import tiny
 from eyas.core.engine import Decoder, Step
-from eyas_lab.bench.trees import Node, deepest_cycle, draw, tree_lines, tree_nodes
+from eyas_lab.bench.trees import Node, deepest_cycle, tree_nodes
 
 CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
 STYLE = """
@@ -50,7 +49,8 @@ REPEATED = (
     "Repeat this: I would like to book a table for two at seven in San Jose. "
     "I would like to book a table for two at"
 )  # for methods that look up what followed earlier
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "methods"
+README = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "tree.svg"
+PICTURES = README.with_name("methods")
 DYNAMIC = tree(14, 5, 4)
 # Method -> (options, prompt)
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
@@ -93,11 +93,12 @@ def draw_svg(nodes: list[Node]) -> str:
     place(0)
     width = max(x + w for x, w in zip(left, widths, strict=True)) + 1
     height = (rows - 1) * ROW + HEIGHT + 2
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}',
+        '     role="img" aria-label="A draft tree and its accepted path">',
+        f"  <style>{STYLE}  </style>",
     ]
-    parts.append('     role="img" aria-label="A draft tree and its accepted path">')
-    parts.append(f"  <style>{STYLE}  </style>")
     # accepted edges on top
     for n, node in sorted(enumerate(nodes[1:], 1), key=lambda pair: pair[1].kind, reverse=True):
         x0, y0 = left[node.parent] + widths[node.parent], top[node.parent] + HEIGHT / 2
@@ -114,15 +115,12 @@ def draw_svg(nodes: list[Node]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def one_tree(llm: eyas.LLM, prompt: str, cycle: int) -> Step:
-    """One cycle of an answer, by its number; 0 is the prompt's."""
-    request, _ = llm.request(prompt)
+def first_cycle(llm: eyas.LLM, prompt: str) -> Step:
+    """The first cycle of an answer, after the prompt's pass."""
     decoder = Decoder(llm.target, llm.drafter)
-    decoder.add(request)
-    steps: list[Step] = []
-    while not decoder.finished and len(steps) <= cycle:
-        steps += decoder.step()
-    return steps[cycle]
+    decoder.add(llm.request(prompt)[0])
+    decoder.step()
+    return decoder.step()[0]
 
 
 def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None:
@@ -142,39 +140,26 @@ def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None
         if step is None and method != "vanilla":
             print(f"{method}: nothing was drafted")
             continue
-        nodes = tree_nodes(step or one_tree(llm, prompt, 1), text)
+        nodes = tree_nodes(step or first_cycle(llm, prompt), text)
         (PICTURES / f"{method}.svg").write_text(draw_svg(nodes))
         print(f"{method}: {len(nodes)} nodes, {sum(node.kind == 'accepted' for node in nodes) - 1} accepted")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", default=PROMPT)
-    parser.add_argument("--cycle", type=int, default=1)
-    parser.add_argument("--nodes", type=int, default=10)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead of text")
-    parser.add_argument("--methods", action="store_true", help="write the picture of every method")
+    parser.add_argument("--methods", action="store_true", help="write the picture of every method instead")
     parser.add_argument("--heads", type=Path, default=Path("out/drafters"), metavar="FOLDER")
     args = parser.parse_args()
-    llm = (
-        eyas.load(method="vanilla") if args.methods else eyas.load(tree={"nodes": args.nodes, "depth": 5, "branch": 4})
-    )
+    llm = eyas.load(method="vanilla") if args.methods else eyas.load(tree={"nodes": 14, "depth": 5, "branch": 4})
 
     def shown(token: int) -> str:
         text = llm.tokenizer.decode([token])
-        return (text.strip() or repr(text)) if args.svg or args.methods else repr(text)
+        return text.strip() or repr(text)
 
     if args.methods:
         draw_methods(llm, args.heads, shown)
-        return
-    step = one_tree(llm, args.prompt, args.cycle)
-    nodes = tree_nodes(step, shown)
-    if args.svg:
-        args.svg.parent.mkdir(parents=True, exist_ok=True)
-        args.svg.write_text(draw_svg(nodes))
     else:
-        print(draw(tree_lines(nodes)))
-        print(f"\n{len(step.tokens)} tokens from one forward of the target")
+        README.write_text(draw_svg(tree_nodes(first_cycle(llm, PROMPT), shown)))
 
 
 if __name__ == "__main__":

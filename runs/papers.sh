@@ -1,14 +1,14 @@
 #!/bin/sh
-# The comparisons of the EAGLE papers at our scale: benches into out/papers, then their tables into docs/lab/papers.md.
+# The comparisons of the EAGLE papers at our scale: benches into out/papers; each writes its tables, too.
 #
-#     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.py)
+#     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.sh)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
-#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables
+#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six
 #
 # Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
 set -eu
 SHARED=${1:-../shared}
-STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six tables}
+STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six}
 OUT=${OUT:-out/papers}
 HEADS=${HEADS:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -24,7 +24,7 @@ HEADED=medusa:tree.choices=dynamic:tree.nodes=26,hydra:tree.choices=dynamic:tree
 PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
 OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
 REST=rest:datastore=$OUT/datastore:rest.nodes=26
-ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix,eagle1:tree.choices=$OUT/optimal.json
+ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix
 SIX=eagle:$EVAL/eagle
 CHATS=$OUT/chats.jsonl
 
@@ -44,8 +44,6 @@ with gzip.open(sys.argv[1], "rt") as source, open(sys.argv[2], "w") as out:
         out.write(json.dumps({"messages": messages[: last + 1]}) + "\n")
 PY
 [ -d "$OUT/datastore" ] || "$PYTHON" -m eyas datastore build --data "$SHARED/data/train/chat.jsonl.gz" --output "$OUT/datastore"
-# Sequoia's tree of as many nodes, from acceptance measured on chats of the training set.
-[ -f "$OUT/optimal.json" ] || "$PYTHON" runs/optimal_tree.py --chats "$SHARED/data/train/chat.jsonl.gz" --limit 60 --output "$OUT/optimal.json" > "$OUT/optimal.log"
 
 for stage in $STAGES; do
     case $stage in
@@ -71,7 +69,6 @@ EOF
         --draft "eagle1=$OUT/nestling_eagle1" --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
     nestling_six) bench nestling_six --target "$NESTLING" --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --draft "eagle1=$OUT/nestling_eagle1" \
         --draft "eagle2=$OUT/nestling_eagle1" --draft "eagle3=$OUT/nestling_eagle3" --methods "prompt_lookup,suffix,$EAGLES" ;;
-    tables) "$PYTHON" runs/papers.py --benches "$OUT" --heads tiny/eyas_tiny/weights --heads "$HEADS" --output docs/lab/papers.md ;;
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac
 done

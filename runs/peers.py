@@ -5,7 +5,7 @@ in alternation.
     python runs/peers.py --output docs/results/peers.json --rounds 3
     python runs/peers.py --target smollm2-q4_1 --output docs/results/peers_smollm2.json --rounds 3
     python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
-    python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary and the picture, from the raw rows
+    python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary, from the raw rows
 
 Every engine is a process of its own with --threads threads and is ready before anything is
 measured; each prompt is answered by all of them, another one first each time. Greedy, one row. A
@@ -13,7 +13,6 @@ round measures
 
 answers    the first --prompts bundled prompts of one turn, at most --max-new-tokens tokens: seconds to the first token and to the last
 prompts    a text of --prompt-tokens tokens, to the first token
-passes     seconds of a pass over 1 to 32 tokens behind 256, where an engine can tell
 
 The ids are compared with those of eyas' plain decoding. Rounds are added to those that were
 measured before with the same settings.
@@ -25,7 +24,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -34,16 +32,12 @@ from typing import Any
 from _common import Rows, bundled_prompts, interval, machine, parser, rotated, run, words, write
 from _markdown import cell, columns
 from _peers import Ask, Engine, Workshop, engines, mean_length
-from _peers_picture import draw
 from rich.progress import track
 
 import eyas
 from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 PLAIN, BEST = "eyas, plain", "eyas, EAGLE-3, 3 drafts"
-PASSES = (1, 2, 4, 8, 16, 32)
-CONTEXT = 256
-REPEATS = 5
 Figures = dict[str, Any]
 
 
@@ -67,14 +61,11 @@ def measure(
         turned = [rotated(long, 97 * number + 31 * i) for i in range(3)]
         seconds = [ask("answer", ids=ids, max_tokens=1)["first"] for ids in turned]
         rows.add(("prompt", number, engine.name), {"seconds": median(seconds)})
-        if engine.passes:
-            passes = ask("passes", tokens=list(PASSES), context=CONTEXT, repeats=REPEATS)
-            rows.add(("passes", number, engine.name), passes)
         rows.add(("counts", number, engine.name), {**ask("counts"), "versions": ask("versions")})
 
 
 def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
-    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts, passes."""
+    """By engine: speeds with intervals over prompts (medians over the rounds), equal ids, prompts."""
 
     def of(kind: str, name: str) -> list[Figures]:
         return [row for row in rows.of(kind) if row["key"][2] == name]
@@ -88,7 +79,6 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
             "eyas_over_it": interval(ratio_of_ratios, *base, *decoding(answers)) if base[0] and name != BEST else None,
             "ids_equal": [sum(row["ids"] == plain[tuple(row["key"][1::2])] for row in answers), len(answers)],
             "prompt_tokens_per_second": prompt_speed(of("prompt", name), args.prompt_tokens),
-            "pass_ms": pass_ms(of("passes", name)),
             **last_counts(of("counts", name)),
         }
         for name in names
@@ -99,12 +89,6 @@ def summary(rows: Rows, names: Sequence[str], args: Any) -> Figures:
 def prompt_speed(rows: Sequence[Figures], tokens: int) -> float | None:
     """Tokens of the long prompt per second."""
     return round(tokens / median(row["seconds"] for row in rows), 1) if rows else None
-
-
-def pass_ms(rows: Sequence[Figures]) -> dict[str, float] | None:
-    """Milliseconds of a pass by its tokens."""
-    by_tokens = zip(PASSES, *(row["seconds"] for row in rows), strict=True)
-    return {str(n): round(1000 * median(times), 3) for n, *times in by_tokens} if rows else None
 
 
 def last_counts(rows: Sequence[Figures]) -> Figures:
@@ -147,13 +131,10 @@ def main() -> None:
     )
     made.add_argument("--llama-cpp", type=Path, default=sources, help="sources of llama.cpp")
     made.add_argument("--llama-build", type=Path, default=build, help="default: build in --llama-cpp")
-    made.add_argument(
-        "--dflash", type=Path, help="a DFlash head of the target, of eyas train: more rows for engines that read it"
-    )
     args = made.parse_args()
     build = args.llama_build or (args.llama_cpp and args.llama_cpp / "build")
     folder = Path("out/peers") if args.target == "embedded" else Path("out/peers") / args.target
-    workshop = Workshop(folder, args.threads, args.llama_cpp, build, args.target, args.dflash)
+    workshop = Workshop(folder, args.threads, args.llama_cpp, build, args.target)
     workshop.folder.mkdir(parents=True, exist_ok=True)
     before, known = machine(), engines(workshop)
     chosen = [one for one in known if not args.only or any(word in one.name for word in words(args.only))]
@@ -164,9 +145,8 @@ def main() -> None:
     settings |= {"target": args.target} if args.target != "embedded" else {}
     rows = None if args.prepare else Rows(args.output.with_suffix(".raw.jsonl"), settings)
     if args.rounds or args.prepare:
-        with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-            asks = pool.map(lambda engine: stack.enter_context(engine.start()), chosen)
-            entered = list(zip(chosen, track(asks, "starting", total=len(chosen)), strict=True))
+        with ExitStack() as stack:
+            entered = [(engine, stack.enter_context(engine.start())) for engine in track(chosen, "starting")]
             for _, ask in track(entered, "warming up"):
                 for _, ids in prompts[:3]:
                     ask("answer", ids=ids, max_tokens=args.max_new_tokens)
@@ -177,7 +157,6 @@ def main() -> None:
         figures = summary(rows, list(exact), args)
         record = {"settings": {**settings, "rounds": next_round(rows)}, "left_out": workshop.left_out}
         write(args.output, {**record, "exact": exact, "engines": figures}, before, quiet=True)
-        draw(figures, exact, args.output.with_suffix(".svg"))
         print(table(figures, exact))
 
 

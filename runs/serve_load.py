@@ -3,7 +3,6 @@ off, on and auto, beside other servers.
 
     python runs/serve_load.py --output docs/results/serve_load.json                              the embedded model
     python runs/serve_load.py --target MODEL --draft HEAD --output FILE.json                     another
-    python runs/serve_load.py --parts long --prompt-tokens 8192 --output FILE.json               a long prompt among short ones
         --beside "transformers serve=.venv-clients/bin/transformers serve {model} --port {port} --device cpu --dtype float32"
         --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
         --only off,auto                            contestants whose names hold one of these words
@@ -13,19 +12,14 @@ that drift of the machine hits all alike; before each turn the script waits unti
 clients are one process beside them (runs/_serve_client.py), on the same machine and its cores.
 Prompts are the bundled ones of one turn, rendered by the chat template and sent to /v1/completions;
 greedy, to the answer's end or --max-new-tokens. After --warm seconds, --seconds are measured;
-tokens are counted by the tokenizer from the text that came, shared out over its characters.
-
-closed   so many clients, each of which sends its next request when it has its answer; and `LLM.stream` without a server
-open     requests at random times (Poisson), at fractions of what drafts off reach with 16 clients
-long     4 clients as in `closed`, while prompts of --prompt-tokens come one after the other, and without them
+tokens are counted by the tokenizer from the text that came, shared out over its characters. Each of --clients sends its
+next request when it has its answer; `LLM.stream` answers without a server.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import random
 import shlex
 import subprocess
 import sys
@@ -44,15 +38,11 @@ from _servers import served
 from rich.progress import track
 
 import eyas
-from eyas import tiny
 from eyas.errors import InputError
 from eyas.text import write_chat
 from eyas_lab.bench.intervals import ratio, ratio_of_ratios
 
 CLIENT = Path(__file__).with_name("_serve_client.py")
-FRACTIONS = (0.3, 0.6, 0.9)  # of the requests a second that drafts off reach
-CAPACITY_CLIENTS = 16
-LONG_CLIENTS = 4
 IDLE_SECONDS, IDLE_SHARE = 0.5, 0.15  # servers are idle if all of them took less than this share of a core for so long
 IN_PROCESS = "LLM.stream, no server"
 Figures = dict[str, Any]
@@ -123,26 +113,24 @@ class Meter:
     def __init__(self, llm: eyas.LLM, prompts: Sequence[str], model: Path, args: Any) -> None:
         self.llm, self.prompts, self.model, self.args = llm, prompts, model, args
 
-    def measure(self, contestant: Contestant, url: str, **order: Any) -> Figures:
-        """Figures of one contestant under a load."""
+    def measure(self, contestant: Contestant, url: str, clients: int) -> Figures:
+        """Figures of one contestant with so many clients."""
         common = {"model": str(self.model), "temperature": 0, "stream": True, "max_tokens": self.args.max_new_tokens}
         common |= contestant.fields
         bodies = [{"prompt": prompt, **common} for prompt in self.prompts]
-        long = [{"prompt": ids, **common, "max_tokens": 1} for ids in order.pop("long", [])]
         seconds = self.args.warm + self.args.seconds
-        whole = {"url": f"{url}/v1/completions", "bodies": bodies, "long": long, "seconds": seconds, **order}
+        order = {"url": f"{url}/v1/completions", "bodies": bodies, "seconds": seconds, "clients": clients}
         servers = psutil.Process().children(recursive=True)
         settle(servers)
         before = cpu_seconds(servers)
         done = subprocess.run(
-            [sys.executable, CLIENT], input=json.dumps(whole), capture_output=True, text=True, timeout=seconds + 120
+            [sys.executable, CLIENT], input=json.dumps(order), capture_output=True, text=True, timeout=seconds + 120
         )
         if done.returncode:
             raise InputError(f"the clients have failed: {done.stderr.strip().splitlines()[-1]}")
-        reply = json.loads(done.stdout)
-        used, tokens = cpu_seconds(servers) - before, sum(self.tokens(one["text"]) for one in reply["exchanges"])
-        cpu = {"server_cpu_seconds": round(used, 3), "tokens": tokens}
-        return {**self.figures(reply["exchanges"], seconds), **cpu, "unsent": reply["unsent"]}
+        exchanges = json.loads(done.stdout)
+        used, tokens = cpu_seconds(servers) - before, sum(self.tokens(one["text"]) for one in exchanges)
+        return {**self.figures(exchanges, seconds), "server_cpu_seconds": round(used, 3), "tokens": tokens}
 
     def tokens(self, text: str) -> int:
         """Tokens of a text."""
@@ -151,32 +139,23 @@ class Meter:
 
     def figures(self, exchanges: Sequence[Mapping[str, Any]], end: float) -> Figures:
         """Figures of the time behind the warm-up."""
-        begin, tokens, done, texts = self.args.warm, 0.0, 0, {}
-        first, gaps, each, prompts = list[float](), list[float](), list[float](), list[float]()
+        begin, tokens, texts = self.args.warm, 0.0, {}
+        first, gaps = list[float](), list[float]()
         for one in exchanges:
             events = one["events"]
-            if one["kind"] == "long":
-                prompts += [events[0][0] - one["began"]] if events else []
-                continue
             inside = sum(n for at, n in events if begin <= at <= end)
-            count = self.tokens(one["text"])
-            tokens += count * inside / max(1, len(one["text"]))
+            tokens += self.tokens(one["text"]) * inside / max(1, len(one["text"]))
             gaps += [b - a for (a, _), (b, _) in itertools.pairwise(events) if a >= begin]
             if events and one["began"] >= begin:
                 first.append(events[0][0] - one["began"])
             if one["whole"] and begin <= one["end"] <= end and events:
-                done += 1
                 texts[one["prompt"]] = one["text"]
-                each += [(events[-1][0] - events[0][0]) / (count - 1)] if count > 1 else []
         failed = sum(one["whole"] and one["status"] != 200 for one in exchanges)
         return {
             "tokens_per_second": round(tokens / (end - begin), 2),
-            "requests_per_second": round(done / (end - begin), 3),
             "failed": failed,
             "first_token_ms": percentiles(first),
             "between_chunks_ms": percentiles(gaps),
-            "per_token_ms": percentiles(each),
-            "long_first_token_ms": [round(1000 * x, 1) for x in prompts],
             "texts": texts,
         }
 
@@ -191,22 +170,14 @@ class Meter:
                 if piece.text:
                     text += piece.text
                     events.append((time.perf_counter() - start, len(piece.text)))
-            answer = {
-                "prompt": number,
-                "text": text,
-                "began": began,
-                "events": events,
-                "end": time.perf_counter() - start,
-            }
-            exchanges.append({"kind": "bodies", "status": 200, "whole": True, **answer})
-        return {**self.figures(exchanges, end), "unsent": 0}
+            answer = {"prompt": number, "text": text, "began": began, "events": events}
+            exchanges.append({**answer, "end": time.perf_counter() - start, "status": 200, "whole": True})
+        return self.figures(exchanges, end)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Median, 90th and 99th percentile in milliseconds."""
-    if not seconds:
-        return None
-    return {f"p{q}": round(1000 * float(np.percentile(seconds, q)), 3) for q in (50, 90, 99)} | {"count": len(seconds)}
+    """Median and 99th percentile in milliseconds."""
+    return {f"p{q}": round(1000 * float(np.percentile(seconds, q)), 3) for q in (50, 99)} if seconds else None
 
 
 def rendered(llm: eyas.LLM, text: str) -> str:
@@ -217,33 +188,29 @@ def rendered(llm: eyas.LLM, text: str) -> str:
 
 
 def saved(llm: eyas.LLM, args: Any, folder: Path) -> Path:
-    """The target as a folder of transformers, for all servers; with a longer context for long prompts."""
-    if args.target and not args.prompt_tokens:
+    """The target as a folder of transformers, for all servers."""
+    if args.target:
         return Path(args.target)
     model = folder / "model"
     if not (model / "config.json").exists():
-        llm.target.model.config.max_position_embeddings = max(llm.target.context, args.prompt_tokens + 1024)
         llm.target.model.save_pretrained(model)
         llm.tokenizer.save_pretrained(model)
     return model
 
 
 def main() -> None:
-    limits = {"rows": 16, "rounds": 3, "seconds": 8.0, "warm": 2.0, "max_new_tokens": 64, "prompt_tokens": 0}
+    limits = {"rows": 16, "rounds": 3, "seconds": 8.0, "warm": 2.0, "max_new_tokens": 64}
     shown = {"tree": "4/3/1", "options": "", "only": "", "clients": [1, 4, 16, 64]}
     made = parser(__doc__, target=None, draft=None, **limits, **shown)
     made.add_argument("--beside", action="append", default=[], metavar="NAME=COMMAND")
-    made.add_argument("--parts", nargs="+", choices=("closed", "open", "long"), default=["closed", "open"])
     args = made.parse_args()
     before, folder = machine(), Path("out") / args.output.stem
     folder.mkdir(parents=True, exist_ok=True)
     llm = eyas.load(args.target, draft=args.draft)
     model = saved(llm, args, folder)
-    if args.prompt_tokens:
-        args.target, args.draft = model, args.draft or os.path.relpath(tiny.HEADS[tiny.BEST])
     prompts = [rendered(llm, prompt.turns[0]) for prompt in bundled_prompts()]
     entered = [one for one in contestants(args) if not args.only or any(word in one.name for word in words(args.only))]
-    settings = {k: str(v) for k, v in vars(args).items() if k not in ("output", "rounds", "parts", "clients")}
+    settings = {k: str(v) for k, v in vars(args).items() if k not in ("output", "rounds", "clients")}
     rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)
     with ExitStack() as stack:
         urls = dict[str, str]()
@@ -251,62 +218,29 @@ def main() -> None:
             if one.command not in urls:
                 command = [part.replace("{model}", str(model)) for part in shlex.split(one.command)]
                 urls[one.command], _ = stack.enter_context(served(command, folder / f"server-{number}.log"))
-        measure_all(args, Meter(llm, prompts, model, args), entered, urls, rows)
-    settings = {k: str(v) for k, v in vars(args).items() if k != "output"}
-    write(args.output, {"settings": settings, **summary(rows)}, before)
-
-
-def measure_all(args: Any, meter: Meter, entered: Sequence[Contestant], urls: Mapping[str, str], rows: Rows) -> None:
-    """Measure every part that is asked for, round by round, unless the rows have it."""
-
-    def measure(number: int, part: str, load: object, order: Sequence[Contestant], **settings: Any) -> None:
-        for one in order:
-            if (key := (part, load, one.name, number)) not in rows:
-                figures = meter.measure(one, urls[one.command], **settings)
-                rows.add(key, figures | ({"rate": settings["rate"]} if "rate" in settings else {}))
-
-    for number in track(range(args.rounds), "rounds"):
-        order = rotated(entered, number)
-        if "closed" in args.parts:
-            if 1 in args.clients and ("closed", 1, IN_PROCESS, number) not in rows:
-                rows.add(("closed", 1, IN_PROCESS, number), meter.in_process())
+        meter = Meter(llm, prompts, model, args)
+        for number in track(range(args.rounds), "rounds"):
+            if 1 in args.clients and (1, IN_PROCESS, number) not in rows:
+                rows.add((1, IN_PROCESS, number), meter.in_process())
             for clients in args.clients:
-                measure(number, "closed", clients, order, clients=clients)
-        if "open" in args.parts:
-            for fraction in FRACTIONS:
-                rate = fraction * capacity(rows, entered[0])
-                measure(number, "open", fraction, order, rate=rate, seed=number)
-        if "long" in args.parts:
-            vocab, chance = meter.llm.target.vocab_size, random.Random(number)
-            ours = [one for one in order if one.name.startswith("eyas")]
-            for kind, count in (("without", 0), ("with", 100)):
-                long = [[chance.randrange(8, vocab) for _ in range(args.prompt_tokens)] for _ in range(count)]
-                measure(number, "long", kind, ours, clients=LONG_CLIENTS, long=long, pause=0.2)
-
-
-def capacity(rows: Rows, contestant: Contestant) -> float:
-    """Requests a second that a contestant has answered in the closed loop, in its first round."""
-    reached = rows.of("closed", CAPACITY_CLIENTS, contestant.name)
-    if not reached:
-        raise InputError(f"the open loop needs the closed one with {CAPACITY_CLIENTS} clients")
-    return float(reached[0]["requests_per_second"])
+                for one in rotated(entered, number):
+                    if (key := (clients, one.name, number)) not in rows:
+                        rows.add(key, meter.measure(one, urls[one.command], clients))
+    settings = {k: str(v) for k, v in vars(args).items() if k != "output"}
+    write(args.output, {"settings": settings, "closed": summary(rows)}, before)
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """By part, load and contestant: medians over the rounds, and the range of the tokens per second."""
-    table: dict[str, Any] = {}
-    for row in rows.of():
-        part, load, name, _ = row["key"]
-        table.setdefault(part, {}).setdefault(str(load), {}).setdefault(name, []).append(row)
+    """By number of clients and contestant: medians over the rounds."""
+    table: dict[str, dict[str, list[Figures]]] = {}
     plain: dict[int, str] = {}
-    for row in rows.of("closed"):
-        plain |= row["texts"] if row["key"][2] == "eyas, drafts off" else {}
+    for row in rows.of():
+        clients, name, _ = row["key"]
+        table.setdefault(str(clients), {}).setdefault(name, []).append(row)
+        plain |= row["texts"] if name == "eyas, drafts off" else {}
     return {
-        part: {
-            load: {name: pooled(rounds, plain) for name, rounds in by.items()} | {"auto over off": auto_over_off(by)}
-            for load, by in loads.items()
-        }
-        for part, loads in table.items()
+        clients: {name: pooled(rounds, plain) for name, rounds in by.items()} | {"auto over off": auto_over_off(by)}
+        for clients, by in table.items()
     }
 
 
@@ -317,7 +251,7 @@ def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
     The clients share the machine's cores, and so do its neighbours; the servers' own time per token
     varies less from round to round.
     """
-    auto, off = ({row["key"][3]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
+    auto, off = ({row["key"][2]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
     rounds = sorted(auto.keys() & off.keys())
     if len(rounds) < 2:
         return {}
@@ -345,10 +279,8 @@ def pooled(rounds: Sequence[Mapping[str, Any]], plain: Mapping[int, str]) -> Fig
     return {
         "tokens_per_second": round(median(speeds), 1),
         "rounds": speeds,
-        "requests_per_second": round(median(row["requests_per_second"] for row in rounds), 2),
-        **{name: middle(name) for name in ("first_token_ms", "between_chunks_ms", "per_token_ms")},
-        "long_first_token_ms": [x for row in rounds for x in row["long_first_token_ms"]],
-        "failed": sum(row["failed"] + row["unsent"] for row in rounds),
+        **{name: middle(name) for name in ("first_token_ms", "between_chunks_ms")},
+        "failed": sum(row["failed"] for row in rounds),
         "texts_equal_to_drafts_off": [sum(equal), len(equal)],
     }
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from _common import RESAMPLES, bundled_prompts, drafter, heads_of, machine, parser, progress, rounded, run, tree, write
+from _common import RESAMPLES, bundled_prompts, drafter, machine, parser, progress, rounded, run, tree, write
 from _markdown import blocks
 from _records import GENERATE, OWN, PLAIN
 from results import cost_tables, speed_table
@@ -151,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = parser(
         __doc__,
         output=None,
-        heads=True,
         target=(None, "else the embedded model"),
         methods=("eagle3,eagle2", "of the embedded model"),
         parts="speed,cost",
@@ -161,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         temperature=0.0,
         max_new_tokens=96,
     )
+    about = "default: the embedded model's heads of --methods"
+    made.add_argument("--draft", action="append", default=[], metavar="METHOD=HEAD", help=about)
     made.add_argument("--limit", type=int, help="prompts")
     made.add_argument("--output", type=Path)
     made.add_argument("--table", type=Path, metavar="FILE.json", help="only show an earlier record, as Markdown")
@@ -177,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "cost" in args.parts:
         record["cost"] = costs(base)
     if "speed" in args.parts:
-        record |= speeds(args, base, heads_of(args.draft, args.methods.split(",")))
+        given = {method: head for method, _, head in (pair.partition("=") for pair in args.draft)}
+        heads = given or dict.fromkeys(args.methods.split(","))
+        record |= speeds(args, base, heads)
     show(record)
     if args.output:
         write(args.output, record, before, quiet=True)

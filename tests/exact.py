@@ -1,4 +1,4 @@
-"""Compares the logits of passes with those of plain decoding, bit by bit, for tests and for runs/exact_bits.py.
+"""Compares the logits of passes with those of plain decoding, bit by bit.
 
     plain decoding      one row, one token a pass, one thread, from an empty cache: `Referee`
     other passes        prompts in chunks, trees, levels of trees, batches, kept prefixes: PASSES

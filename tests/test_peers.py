@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,6 @@ def rows(tmp_path: Path) -> Rows:
                 made.add(("answer", number, name, f"p{prompt}"), answer)
         for name, seconds in ((peers.PLAIN, 0.25), ("other", 0.5)):
             made.add(("prompt", number, name), {"seconds": seconds})
-            made.add(("passes", number, name), {"seconds": [0.001 * n for n in peers.PASSES]})
             made.add(("counts", number, name), {"drafts": 100, "accepted": 150, "versions": {name: "1.0"}})
     return made
 
@@ -48,19 +46,8 @@ def test_figures_of_an_engine(rows: Rows) -> None:
     assert found[peers.BEST]["eyas_over_it"] is None
     assert found["other"]["ids_equal"] == [11, 12]
     assert found["other"]["prompt_tokens_per_second"] == 1000
-    assert found["other"]["pass_ms"] == {str(n): pytest.approx(n) for n in peers.PASSES}
     assert found["other"]["mean_acceptance_length"] == 2.5
     table = peers.table(found, {peers.PLAIN: True, peers.BEST: True, "other": False})
     lines = table.splitlines()[2:]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == [peers.BEST, peers.PLAIN, "other"]
     assert "11 of 12, rounded | 2.00 [2.00, 2.00] |" in lines[2]
-
-
-@pytest.mark.slow
-def test_the_picture(rows: Rows, tmp_path: Path) -> None:
-    """Bug: an engine without passes, or with rounded weights, that breaks the picture."""
-    pytest.importorskip("matplotlib")
-    found: dict[str, Any] = peers.summary(rows, [peers.PLAIN, peers.BEST, "other"], ARGS)
-    peers.draw(found, {name: name != "other" for name in found}, tmp_path / "peers.svg")
-    drawn = (tmp_path / "peers.svg").read_text()
-    assert all(name in drawn for name in found)

@@ -2,7 +2,6 @@
 one engine fills.
 
     {"ask": "answer", "ids": [...], "max_tokens": N}   -> {"ids": [new ids], "first": seconds to the first token, "seconds": to the last}
-    {"ask": "passes", "tokens": [1, 2, ...], "context": N, "repeats": N}   -> {"seconds": [...]}, a pass over so many tokens each
     {"ask": "counts"}                                  -> {"drafts": cycles with drafts, "accepted": draft tokens}
     a question that the engine has no answer to        -> {}
 
@@ -13,9 +12,7 @@ to stderr.
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 
@@ -33,17 +30,6 @@ def redirect() -> None:
     global _answers
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-
-
-def median_seconds(work: Callable[[], object], prepare: Callable[[], object], repeats: int) -> float:
-    """The median time of `work`, before each of which `prepare` runs; the first run does not count."""
-    seconds = []
-    for _ in range(repeats + 1):
-        prepare()
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
 
 
 def _say(answer: dict[str, Any]) -> None:

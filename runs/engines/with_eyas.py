@@ -9,7 +9,6 @@ from _lines import redirect, talk
 
 import eyas
 from eyas import hardware
-from eyas.passes import verify_cost
 
 
 def main() -> None:
@@ -26,12 +25,9 @@ def main() -> None:
         cycles, accepted = cycles + stats.cycles, accepted + sum(stats.accepted_lengths)
         return {"ids": list(result.token_ids), "first": stats.prefill_seconds, "seconds": stats.seconds}
 
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, object]:
-        return {"seconds": [one["ms"] / 1000 for one in verify_cost(llm.target, context, tokens)]}
-
     talk(
         hardware.versions(),
-        {"answer": answer, "passes": passes, "counts": lambda: {"drafts": cycles, "accepted": accepted}},
+        {"answer": answer, "counts": lambda: {"drafts": cycles, "accepted": accepted}},
     )
 
 

@@ -1,24 +1,22 @@
-"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head":
-FOLDER or null, "tokens": N, "tree": {"branching_factor": N, "tree_depth": N} or null, "dflash": whether
-the head is DFlash's}'."""
+"""OpenVINO GenAI, for runs/peers.py: with_openvino.py '{"target": FOLDER, "threads": N, "head": FOLDER or null,
+"tokens": N, "dflash": whether the head is DFlash's}'."""
 
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
-from _lines import median_seconds, redirect, talk
+from _lines import redirect, talk
 
 
 def main() -> None:
     redirect()
     options = json.loads(sys.argv[1])
     settings = {"INFERENCE_NUM_THREADS": options["threads"], "INFERENCE_PRECISION_HINT": "f32"}
-    more: dict[str, Any] = {"prompt_lookup": True} if options.get("lookup") else {}
+    more: dict[str, Any] = {}
     if options.get("head"):
         more["draft_model"] = openvino_genai.draft_model(options["head"], "CPU", **settings)
     if options.get("dflash"):  # refuses the pipeline's own settings: they keep the cache of earlier prompts
@@ -29,11 +27,6 @@ def main() -> None:
     limits.do_sample = False
     if more:
         limits.num_assistant_tokens = options["tokens"]
-    for name, value in (options.get("tree") or {}).items():
-        setattr(limits, name, value)
-    if options.get("lookup"):
-        limits.max_ngram_size = 3
-
     drafted, accepted, cycles = bool(options.get("head")), 0, 0
 
     def answer(ids: list[int], max_tokens: int) -> dict[str, Any]:
@@ -49,29 +42,11 @@ def main() -> None:
             accepted, cycles = accepted + len(result.tokens[0]) - 1 - steps, cycles + steps
         return {"ids": list(result.tokens[0]), "first": result.perf_metrics.get_ttft().mean / 1000, "seconds": seconds}
 
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        model = openvino.Core().compile_model(Path(options["target"]) / "openvino_model.xml", "CPU", settings)
-        request, random = model.create_infer_request(), np.random.default_rng(0)
-
-        def run(begin: int, end: int) -> None:
-            request.infer({
-                "input_ids": random.integers(0, 8000, (1, end - begin), dtype=np.int64),
-                "attention_mask": np.ones((1, end), dtype=np.int64),
-                "position_ids": np.arange(begin, end, dtype=np.int64)[None],
-                "beam_idx": np.zeros(1, dtype=np.int32),
-            })  # fmt: skip
-
-        def prepare() -> None:
-            request.reset_state()
-            run(0, context)
-
-        return {"seconds": [median_seconds(lambda n=n: run(context, context + n), prepare, repeats) for n in tokens]}
-
     def counts() -> dict[str, Any]:
         return {"drafts": cycles, "accepted": accepted} if drafted else {}
 
     versions = {"openvino": openvino.__version__, "openvino_genai": openvino_genai.__version__}
-    talk(versions, {"answer": answer, "passes": passes, "counts": counts})
+    talk(versions, {"answer": answer, "counts": counts})
 
 
 if __name__ == "__main__":

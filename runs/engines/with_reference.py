@@ -1,16 +1,10 @@
-"""SafeAILab's published code, for runs/peers.py: with_reference.py '{"target": FOLDER, "head":
-FOLDER, "tree": [N, D, B] or null, ...}'.
-
-"reference" names a copy of their repository; without it, their package eagle-llm of the environment
-is taken, which is EAGLE-1 with its static tree. Their later code is EAGLE-2 and EAGLE-3, whose
-trees "tree" gives as eyas counts them: nodes with the root, which their total_token counts, too,
-and depth, which theirs is one less than. "plain" decodes without a head.
+"""SafeAILab's package eagle-llm, which is EAGLE-1 with its static tree, for runs/peers.py: with_reference.py
+'{"target": FOLDER, "head": FOLDER, "threads": N, "plain": whether to decode without the head}'.
 
 Their loop ends after a whole cycle, so an answer may be a few tokens longer than asked for; these
 are cut off, and their time stays.
 """
 
-import inspect
 import json
 import sys
 import time
@@ -19,19 +13,26 @@ from typing import Any
 
 import torch
 import transformers
-from _lines import median_seconds, redirect, talk
+from _lines import redirect, talk
 
 
 def main() -> None:
     redirect()
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
-    if options.get("reference"):
-        sys.path.insert(0, options["reference"])
-    model = load(options)
+    from eagle.model.ea_model import EaModel  # type: ignore[import-not-found]
+
+    places = {"base_model_path": options["target"], "ea_model_path": options["head"]}
+    model = EaModel.from_pretrained(**places, torch_dtype=torch.float32).eval()
     use_rope_theta(model)
     end_of_text, base = model.tokenizer.eos_token_id, model.base_model
-    generate = plain(model) if options["plain"] else model.eagenerate
+
+    def plain(ids: torch.Tensor, temperature: float, max_new_tokens: int) -> torch.Tensor:
+        """Their decoding without a head, which is a generator, as a function."""
+        steps: Iterator[torch.Tensor] = model.naive_generate(ids, temperature=temperature)
+        return next(text for n, text in enumerate(steps, 1) if n > max_new_tokens or text[0, -1] == end_of_text)
+
+    generate = plain if options["plain"] else model.eagenerate
     cycles, accepted = 0, 0
     ends: list[float] = []  # when each forward of the target ended; the first one is the prompt's
     base.model.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
@@ -50,35 +51,10 @@ def main() -> None:
             new = new[: new.index(end_of_text) + 1]
         return {"ids": new[:max_tokens], "first": ends[0] - start, "seconds": seconds}
 
-    @torch.no_grad()
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        cache, length = model.past_key_values, model.current_length_data  # made by the first answer
-        dice = torch.Generator().manual_seed(0)
-        ids = torch.randint(base.config.vocab_size, (1, context + max(tokens)), generator=dice)
-        base.model.tree_mask = None
-        length.zero_()
-        base(ids[:, :context], past_key_values=cache)
-
-        def run(n: int) -> None:
-            base(ids[:, context : context + n], past_key_values=cache)
-
-        return {"seconds": [median_seconds(lambda n=n: run(n), lambda: length.fill_(context), repeats) for n in tokens]}
-
     handlers: dict[str, Any] = {"answer": answer}
-    handlers |= {"passes": passes} if options["plain"] else {"counts": lambda: {"drafts": cycles, "accepted": accepted}}
+    if not options["plain"]:
+        handlers["counts"] = lambda: {"drafts": cycles, "accepted": accepted}
     talk({"transformers": transformers.__version__, "torch": torch.__version__}, handlers)
-
-
-def load(options: dict[str, Any]) -> Any:
-    """Their model with target and head in float32; the options of trees where their code has them."""
-    from eagle.model.ea_model import EaModel  # type: ignore[import-not-found]
-
-    more: dict[str, Any] = {}
-    if "use_eagle3" in inspect.signature(EaModel.from_pretrained).parameters:
-        nodes, depth, branch = options["tree"]
-        more = {"use_eagle3": True, "total_token": nodes, "depth": depth - 1, "top_k": branch}
-    places = {"base_model_path": options["target"], "ea_model_path": options["head"]}
-    return EaModel.from_pretrained(**places, **more, torch_dtype=torch.float32).eval()
 
 
 def use_rope_theta(model: Any) -> None:
@@ -89,19 +65,6 @@ def use_rope_theta(model: Any) -> None:
             module.base = theta
             module.inv_freq = theta ** (-torch.arange(0, module.dim, 2).float() / module.dim)
             module._set_cos_sin_cache(module.max_seq_len_cached, module.inv_freq.device, torch.float32)
-
-
-def plain(model: Any) -> Any:
-    """Their decoding without a head, as a function; in eagle-llm 1.2.1 it is a generator."""
-    if hasattr(model, "naivegenerate"):
-        return model.naivegenerate
-
-    def generate(ids: torch.Tensor, temperature: float, max_new_tokens: int) -> torch.Tensor:
-        steps: Iterator[torch.Tensor] = model.naive_generate(ids, temperature=temperature)
-        end = model.tokenizer.eos_token_id
-        return next(text for n, text in enumerate(steps, 1) if n > max_new_tokens or text[0, -1] == end)
-
-    return generate
 
 
 if __name__ == "__main__":

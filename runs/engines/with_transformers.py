@@ -1,5 +1,5 @@
 """transformers' generate, for runs/peers.py: with_transformers.py '{"target": FOLDER, "threads": N,
-"mode": "plain|compiled|lookup"}'."""
+"mode": "plain|compiled"}'."""
 
 import json
 import sys
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from _lines import median_seconds, redirect, talk
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+from _lines import redirect, talk
+from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
 
 LONGEST = 640  # of a static cache: one for all prompts, so that it is compiled once
 
@@ -32,7 +32,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(options["target"], dtype=torch.float32).eval()
-    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if options["mode"] == "lookup" else {}
+    more: dict[str, Any] = {}
     static = StaticCache(config=model.config, max_cache_len=LONGEST) if options["mode"] == "compiled" else None
     if static is not None:
         more["past_key_values"] = static
@@ -50,23 +50,7 @@ def main() -> None:
         end = time.perf_counter()
         return {"ids": text[0, len(ids) :].tolist(), "first": clock.times[1] - start, "seconds": end - start}
 
-    @torch.no_grad()
-    def passes(tokens: list[int], context: int, repeats: int) -> dict[str, Any]:
-        dice = torch.Generator().manual_seed(0)
-        ids = torch.randint(model.config.vocab_size, (1, context + max(tokens)), generator=dice)
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :context], past_key_values=cache)
-
-        def prepare() -> None:
-            if surplus := cache.get_seq_length() - context:
-                cache.crop(-surplus)
-
-        def run(n: int) -> None:
-            model(ids[:, context : context + n], past_key_values=cache)
-
-        return {"seconds": [median_seconds(lambda n=n: run(n), prepare, repeats) for n in tokens]}
-
-    talk({"transformers": transformers.__version__, "torch": torch.__version__}, {"answer": answer, "passes": passes})
+    talk({"transformers": transformers.__version__, "torch": torch.__version__}, {"answer": answer})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import pytest
 from interop_engines import ours, python_of
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))
-import _peers_reference
 from _peers import DRAFTS, Workshop, mean_length
+from _peers_reference import reference_head, reference_target
 
 pytestmark = pytest.mark.slow
 LIMIT = 48
@@ -25,11 +25,12 @@ def test_reference(prompts: list[list[int]], heads: dict[str, Path], tmp_path: P
     python = python_of(".venv-reference")
     expected, _ = ours(prompts[:PROMPTS], heads["eagle3"], "eagle3", DRAFTS, LIMIT)
     workshop = Workshop(tmp_path, 1, None, None)
-    for name, options in _peers_reference.ways(tmp_path).items():
-        with workshop.program(python, "with_reference.py", "reference", **options) as ask:
+    places = {"target": reference_target(tmp_path), "head": reference_head(tmp_path)}
+    for plain in (True, False):
+        with workshop.program(python, "with_reference.py", "reference", plain=plain, **places) as ask:
             found = [ask("answer", ids=ids, max_tokens=LIMIT)["ids"] for ids in prompts[:PROMPTS]]
             length = mean_length(ask("counts"))
-        print(f"SafeAILab's code, {name}: mean length {length}")
+        print(f"SafeAILab's code, plain {plain}: mean length {length}")
         assert found == expected
-        assert (length is None) == options["plain"]
+        assert (length is None) == plain
         assert length is None or length > 2

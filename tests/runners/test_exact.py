@@ -1,8 +1,7 @@
 """The guarantee of the CPU kernels: in every format of weights and activations, logits have the bits of plain decoding and
 ids are equal, whatever else is in a pass.
 
-As in test_kernels.py, every test runs for each instruction set that this machine has. `runs/exact_bits.py` makes the same
-comparisons with more cases.
+As in test_kernels.py, every test runs for each instruction set that this machine has.
 """
 
 from __future__ import annotations

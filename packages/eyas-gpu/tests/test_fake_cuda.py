@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-RUNS = Path(__file__).parents[3] / "runs"
+RUNS = [Path(__file__).parents[above] / "runs" for above in (3, 1)]
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(RUNS))
+    for folder in RUNS:
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("gpu_counts")
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(RUNS))
+    for folder in RUNS:
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("_fake_cuda")
 
 
@@ -41,7 +43,7 @@ def is_tried(case: Any) -> bool:
 def test_cycles_launch_what_the_page_says(counts: Any, method: str) -> None:
     """Bugs: a `.item()`, a mask or a number from the host inside a recorded cycle, which no graph
     can hold; an attention mask of an odd width, which is padded at every level; an operation more a
-    layer or a level, which nobody notices on a CPU. Mended by: python runs/gpu_counts.py
+    layer or a level, which nobody notices on a CPU. Mended by: python packages/eyas-gpu/runs/gpu_counts.py
     --write. Where a method has cases of two temperatures, precisions and ways, each pair of these comes once."""
     page = counts.written(counts.PAGE.read_text(encoding="utf-8"))
     rows = [counts.row(case) for case in counts.CASES if case.method == method and is_tried(case)]

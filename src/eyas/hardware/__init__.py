@@ -3,7 +3,6 @@ with."""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys

@@ -1,9 +1,9 @@
 """Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision
 of the draft.
 
-    python runs/gpu_counts.py                   the table, as Markdown
-    python runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/lab/gpu_plan.md says, or is not recorded
-    python runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md
+    python packages/eyas-gpu/runs/gpu_counts.py                   the table, as Markdown
+    python packages/eyas-gpu/runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/lab/gpu_plan.md says, or is not recorded
+    python packages/eyas-gpu/runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md
 
 One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide)
 or the method's own, unless the first column says otherwise. The cycle is run on tensors without
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import _markdown
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
+import _markdown
 from _common import parser, words
 from _fake_cuda import CUDA, LaunchLog, fake_cuda, logged_by_stage
-from random_target import SHAPES
+from _gpu_lab import SHAPES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,8 +49,8 @@ from eyas_gpu.operators import available
 from eyas_gpu.runner import TORCH
 from eyas_lab.bench.simulate import simulated
 
-PAGE = Path(__file__).parents[1] / "docs" / "lab" / "gpu_plan.md"
-BEGIN, END = "<!-- counts: python runs/gpu_counts.py --write -->", "<!-- end of counts -->"
+PAGE = Path(__file__).parents[3] / "docs" / "lab" / "gpu_plan.md"
+BEGIN, END = "<!-- counts: python packages/eyas-gpu/runs/gpu_counts.py --write -->", "<!-- end of counts -->"
 LAYERS = (8, 9)  # traced; EAGLE-3 reads three of them
 CONTEXT, NEW = 1024, 128
 STAGES = ("draft", "target", "verify", "commit", "rest")

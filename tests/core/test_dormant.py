@@ -183,7 +183,14 @@ def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     return sorted(path for path, candidate in zip(found, candidates, strict=True) if candidate)
 
 
-class Naps(Policy):
+class Quiet(Policy):
+    """Learns nothing."""
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        pass
+
+
+class Naps(Quiet):
     """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or two."""
 
     def __init__(self, seed: int, fallback: Drafter | None) -> None:
@@ -198,18 +205,12 @@ class Naps(Policy):
     def is_dormant(self, rows: int) -> bool:
         return True
 
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
-
-class Awake(Policy):
+class Awake(Quiet):
     """Row 0 is drafted for in every cycle, and nothing of it is ever accepted."""
 
     def decide(self, roots: CycleInput) -> Decision:
         return Decision(plain=frozenset({0}))
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
 
 @pytest.mark.cover(name=2)
@@ -296,7 +297,7 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
         assert spies[0].seen[at, 0] == spies[1].seen[at, 0], name
 
 
-class SmallerTrees(Policy):
+class SmallerTrees(Quiet):
     """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last
     `plain` tokens."""
 
@@ -308,9 +309,6 @@ class SmallerTrees(Policy):
             return Decision(TreeSize(2, 1, 1))
         drafts_every_row = len(cycle_input.row_tokens[0]) <= self.awake_length
         return Decision(self.largest, frozenset(() if drafts_every_row else cycle_input.active_rows))
-
-    def observe(self, steps: Sequence[Step]) -> None:
-        pass
 
 
 @pytest.mark.cover
@@ -348,7 +346,7 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
         assert len(requests) == 3
 
 
-class Once(Policy):
+class Once(Quiet):
     """Asleep for the first answer."""
 
     def __init__(self) -> None:
@@ -357,9 +355,6 @@ class Once(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         self.cycles += 1
         return Decision(plain=frozenset(roots.active_rows if self.cycles <= 11 else ()))
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
 
 def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
@@ -372,7 +367,7 @@ def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     assert widths == [3, *[1] * 11]
 
 
-class Turns(Policy):
+class Turns(Quiet):
     """The head, the spare, nobody, the head, ..., for two cycles each."""
 
     def __init__(self, fallback: Drafter) -> None:
@@ -381,12 +376,8 @@ class Turns(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         self.cycles += 1
         turn = self.cycles // 2 % 3
-        return Decision(
-            None, frozenset(roots.active_rows if turn == 2 else ()), "", self.fallback if turn == 1 else None
-        )
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
+        plain = frozenset(roots.active_rows if turn == 2 else ())
+        return Decision(None, plain, "", self.fallback if turn == 1 else None)
 
 
 class Checked(Drafter):
@@ -437,15 +428,3 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
         kinds |= {(s.decision.drafts_every_row, s.decision.fallback is None) for s in steps if not s.prefill}
     assert len(kinds) == 3
     assert fallback.checked
-
-
-@pytest.mark.slow
-def test_rows_of_different_ages_by_turns(target: Target) -> None:
-    """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain
-    rows among the spare's get nodes."""
-    fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
-    requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
-    got, steps = run(Decoder(target, with_policy(drafter, Turns(fallback)), 3), requests)
-    assert got == [plain(target, r) for r in requests]
-    assert sum(s.accepted for s in steps if not s.prefill and s.decision.fallback) > 3
-    assert fallback.checked > 3

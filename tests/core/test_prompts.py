@@ -4,6 +4,8 @@ ids, for every method."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -159,15 +161,13 @@ def test_prefixes_of_other_rows(name: str, target: Target) -> None:
 def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> None:
     """Bug: each of n samples reads the prompt anew. Drafters of pairs read the last two tokens
     again, the others the last one."""
-    widths: list[int] = []
     decoder = Decoder(target, right_now_and_then(name, target), rows=4, reuse=True, prefill_budget=16)
     for seed in range(4):
         decoder.add(Request(tuple(range(100)), 1, Sampling(1.0, seed=seed)))
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     steps = []
-    while not decoder.finished:
-        steps += decoder.step()
-    hook.remove()
+    with widths_of(target) as widths:
+        while not decoder.finished:
+            steps += decoder.step()
     assert [step.cached_tokens for step in steps] in ([0, 99, 99, 99], [0, 98, 98, 98])
     own_model = name == "small_model"  # its model is the target itself, and reads the same
     assert sum(widths) == (100 + sum(100 - step.cached_tokens for step in steps[1:])) * (1 + own_model)
@@ -213,20 +213,20 @@ def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
 def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
     """Bug: a long prompt stalls the rows that run. In every step at most 8 tokens are read, and the
     running row gets its cycle."""
+    with pytest.raises(OptionError, match="must be 1 or more tokens, auto, or None for whole prompts, got 0"):
+        Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8)
     decoder.add(Request((5,), 60))
     decoder.step()
-    widths: list[int] = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     for prompt in (tuple(range(100)), tuple(range(20))):
         decoder.add(Request(prompt, 1))
-    for _ in range(15):
-        widths.clear()
-        steps = decoder.step()
-        assert widths.pop() == 1, "the cycle of the running row"
-        assert sum(widths) == 8
-        assert any(not step.prefill for step in steps)
-    hook.remove()
+    with widths_of(target) as widths:
+        for _ in range(15):
+            widths.clear()
+            steps = decoder.step()
+            assert widths.pop() == 1, "the cycle of the running row"
+            assert sum(widths) == 8
+            assert any(not step.prefill for step in steps)
 
 
 @pytest.mark.slow
@@ -269,10 +269,21 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let decoders measure by `Clock`."""
     for module in ("engine", "prompts"):
         monkeypatch.setattr(f"eyas.core.{module}.StageTimer", Clock)
+    with widths_of(target) as Clock.widths:
+        yield
+
+
+@contextmanager
+def widths_of(target: Target) -> Iterator[list[int]]:
+    """How many tokens each forward of the target reads."""
+    widths: list[int] = []
+    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
+    yield widths
+    hook.remove()
 
 
 class Clock(StageTimer):
@@ -300,10 +311,6 @@ class Clock(StageTimer):
 def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or
     although no row runs."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
     for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
@@ -315,16 +322,11 @@ def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> 
         done = [step for step in decoder.step() if step.prefill]
         read = 400 if done else next(iter(decoder.prompts.reading.values())).read
         assert read == pytest.approx(min(expected, 400), abs=1)
-    hook.remove()
 
 
 def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
     """Bug: prompts that wait together share the time of one, so rows stay empty and every answer
     begins late."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
     Clock.token, Clock.cycle = 0.001, 0.02
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
     decoder.add(Request(tuple(range(100)), 100))
@@ -333,16 +335,11 @@ def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> 
     for count in (1, 2, 3, 3):  # the last one finds no empty row
         decoder.add(Request(tuple(range(100)) * 4, 1))
         assert decoder.prompts.tokens_per_step == pytest.approx(30 * count, abs=1)
-    hook.remove()
 
 
 def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) -> None:
     """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on
     the same machine wait for it."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
     Clock.token, Clock.cycle = 0.001, 0.01
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
     decoder.prompts.other_decoders_seconds = 0.03
@@ -353,15 +350,6 @@ def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) 
     assert decoder.prompts.reading[0].read == pytest.approx(MIN_AUTO_BUDGET + 45, abs=1)
     decoder.prompts.other_decoders_seconds = 0.0
     assert len(decoder.step()) == 1
-    hook.remove()
-
-
-def test_a_budget_of_nothing_is_refused(target: Target) -> None:
-    """Bug: a decoder that never reads anything."""
-    with pytest.raises(
-        OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"
-    ):
-        Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
 
 
 def test_common_prefix() -> None:

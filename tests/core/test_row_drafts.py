@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
-from core.test_prompts import CASES, PARAMS, decode, method_of, plain
+from core.test_prompts import CASES, PARAMS, decode, method_of, plain, widths_of
 from covers import turn
 from eyas import drafters
 from eyas.core.dormant import with_policy
@@ -142,14 +142,11 @@ def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
 def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None:
     """Bug: a tree is drafted, or verified, for rows that want none; with a policy or without. One
     row is off alone, then beside another."""
-    widths: list[int] = []
     for policy in (None, Chance(0, None, suffix(target))):
-        widths.clear()
         drafter = right_now_and_then(name, target)
         decoder = Decoder(target, with_policy(drafter, policy), rows=2)
-        hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
-        run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
-        hook.remove()
+        with widths_of(target) as widths:
+            run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
         own_model = name == "small_model"  # its model is the target itself, and reads the prompts too
         assert sorted(widths) == [1] * 7 + [3] * (1 + own_model) + [4] * (1 + own_model)
 
@@ -256,13 +253,8 @@ def test_sampled_nodes_are_kept_by_their_place() -> None:
     for most in range(7):
         found = set()
         for _ in range(5):
-            tree = Tree.build(parents, 2)
-            draft = Draft(
-                tree,
-                torch.randint(9, (1, 6), generator=generator),
-                -torch.rand(1, 6, generator=generator),
-                torch.rand(1, 6, 9),
-            )
+            tokens, log_q = torch.randint(9, (1, 6), generator=generator), -torch.rand(1, 6, generator=generator)
+            draft = Draft(Tree.build(parents, 2), tokens, log_q, torch.rand(1, 6, 9))
             found.add(tuple(limit_nodes(draft, (most,)).tree.acceptable_BN[0].int().tolist()))
         (kept,) = found
         assert sum(kept) == min(most, 5) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,29 +39,20 @@ def command(tmp_path: Path) -> tuple[object, ...]:
     chats = [[("user", f"what is {i}"), ("assistant", f"it is the number {i}")] for i in range(30)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
-    sizes = (
-        "--steps",
-        6,
-        "--batch-tokens",
-        128,
-        "--max-length",
-        128,
-        "--warmup-steps",
-        1,
-        "--eval-every",
-        0,
-        "--save-every",
-        1,
-    )
+    sizes = "--lr 1e-3 --steps 6 --batch-tokens 128 --max-length 128 --warmup-steps 1 --eval-every 0 --save-every 1"
     paths = ("--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new")
-    return ("train", *paths, *(part for option in OWN.items() for part in option), "--lr", 1e-3, *sizes)
+    return ("train", *paths, *(part for option in OWN.items() for part in option), *sizes.split())
 
 
 def without(command: tuple[object, ...], *options: str) -> tuple[object, ...]:
     """The command without these options and their values."""
-    return tuple(
-        part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options)
-    )
+    pairs = zip(("", *command), command, strict=False)
+    return tuple(part for before, part in pairs if part not in options and before not in options)
+
+
+def instead(command: tuple[object, ...], folder: Path) -> tuple[object, ...]:
+    """The command with another output."""
+    return (*without(command, "--output"), "--output", folder)
 
 
 def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
@@ -75,19 +67,8 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
     assert record["data"]["files"] == ["chat.jsonl"]
     assert len(record["data"]["sha256"]) == 64
-    used = run(
-        "generate",
-        "--target",
-        "llama",
-        "--draft",
-        tmp_path / "new",
-        "hello",
-        "--max-new-tokens",
-        8,
-        "--tree",
-        "fixed",
-        "--json",
-    )
+    given = shlex.split("generate --target llama hello --max-new-tokens 8 --tree fixed --json --draft")
+    used = run(*given, tmp_path / "new")
     assert used.exit_code == 0
     assert used.stderr == ""
     assert json.loads(used.stdout)["method"] == "eagle3"
@@ -114,11 +95,9 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
     letter = {character: 7 + ord(character) - 32 for character in " theinumbr"}  # of the tokenizer in conftest.py
     assert len(drafted) == weights.config["draft_vocab_size"] == 8
     assert {letter[c] for c in " tei"} | {2} <= drafted <= set(letter.values()) | {2, *range(7 + 16, 7 + 26)}
-    assert (
-        f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |"
-        in (tmp_path / "new" / "README.md").read_text()
-    )
-    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |" in card
+    other = instead(without(command, "--head.layers"), tmp_path / "more")
     assert run(*other, "--init", tmp_path / "new", "--steps", 2).exit_code == 0
     assert set(checkpoints.load(tmp_path / "more").tensors["draft_ids"].tolist()) == drafted
     refused = run(*other, "--steps", 2, "--head.layers", "0,2,3")
@@ -133,20 +112,18 @@ def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_pa
     would do nothing."""
     assert run(*command, "--steps", 2).exit_code == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    (tmp_path / "new" / "config.json").write_text(
-        json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
-    )
+    windowed = json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
+    (tmp_path / "new" / "config.json").write_text(windowed)
     assert checkpoints.load(tmp_path / "new").config["window"] == 8
-    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    other = instead(without(command, "--head.layers"), tmp_path / "more")
     trained = run(*other, "--init", tmp_path / "new", "--steps", 2)
     assert trained.exit_code == 0, trained.output
     assert "was trained with a window of 8; here it sees whole examples" in trained.stderr
     assert checkpoints.load(tmp_path / "more").config["window"] is None
     refused = run(*other, "--init", tmp_path / "new", "--window.sink", 1)
     assert refused.exit_code == 2
-    assert (
-        "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
-    )
+    said = "window.sink: this head was trained with a window of 8, without sinks; give --window.size too"
+    assert said in refused.stderr
 
 
 @pytest.mark.exhaustive
@@ -164,7 +141,7 @@ def test_interrupted_and_resumed_is_the_same_head(
             raise KeyboardInterrupt
         return figures
 
-    other = tuple(tmp_path / "other" if part == tmp_path / "new" else part for part in command)
+    other = instead(command, tmp_path / "other")
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", interrupted)
         result = run(*other)
@@ -211,17 +188,8 @@ def test_two_processes_one_is_killed_and_one_goes_on(
     slowed by saving each; sixty take seconds, the kill follows the first."""
     whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
     arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "eyas",
-        *arguments,
-    ]
+    torchrun = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2 -m eyas")
+    launcher = [sys.executable, *torchrun, *arguments]
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
         processes.wait_until(lambda: bool(saved_states(tmp_path / "new")), agent)
@@ -264,17 +232,13 @@ def test_two_machines_train_what_one_process_does(
     whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
     port = processes.unused_port()
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    settings = {"env": environment, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as running:
-        agents = [
-            running.enter_context(
-                processes.started(agent(port, world, whole), env=environment, stderr=subprocess.PIPE, text=True)
-            )
-            for _ in range(2)
-        ]
+        started = [processes.started(agent(port, world, whole), **settings) for _ in range(2)]
+        agents = [running.enter_context(one) for one in started]
         said = [processes.finish(one)[1] for one in agents]
     assert [one.returncode for one in agents] == [0, 0], "\n".join(said)
-    alone = tuple(tmp_path / "alone" if part == tmp_path / "new" else part for part in whole)
-    assert run(*alone).exit_code == 0
+    assert run(*instead(whole, tmp_path / "alone")).exit_code == 0
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]
     assert [record["processes"] for record in records] == [2, 1]
     losses, expected = (losses_of(tmp_path / name) for name in ("new", "alone"))
@@ -289,25 +253,16 @@ BAD = {
     "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
     "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
     "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
-    "a tracker that is not there": (
-        ("--log", "wandb"),
-        "log: wandb is not installed: pip install wandb, or leave it out",
-    ),
+    "a tracker that is not there": (("--log", "wandb"), "wandb is not installed: pip install wandb, or leave it out"),
     "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
-    "nothing to recompute": (
-        ("--method", "eagle1", "--checkpointing"),
-        "checkpointing: the method eagle1 keeps too little",
-    ),
+    "nothing to recompute": (("--method", "eagle1", "--checkpointing"), "checkpointing: the method eagle1 keeps too"),
     "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
     "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
     "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
     "broken betas": (("--betas", "0.9;0.95"), "not a list of numbers"),
     "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
     "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
-    "no head to begin with": (
-        ("--method", "eagle1", "--init", "./nowhere"),
-        "draft head ./nowhere: there is no such folder",
-    ),
+    "no head to begin with": (("--method", "eagle1", "--init", "./nowhere"), "./nowhere: there is no such folder"),
     "an option of another method": (("--method", "eagle1", "--tree.nodes", 4), "unknown option 'tree.nodes'"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
 }

@@ -37,6 +37,7 @@ CALLS_FIRST = CUTTING.replace(
 )
 NOT_OPENING = CUTTING.replace("<think>\n", "")
 REASONED = "Two and two make four.\n</think>\n\nFour."
+ANALYSIS = "<|channel|>analysis<|message|>Hm."
 
 
 def read_line(folder: Path, tokenizer: Any, **line: Any) -> Data:
@@ -77,10 +78,7 @@ def test_marks_that_are_special_tokens(template: str, tmp_path: Path) -> None:
     [
         ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
         ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
-        (
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-            {"content": "Yes.", "thinking": "Hm."},
-        ),
+        (f"{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>Yes.", {"content": "Yes.", "thinking": "Hm."}),
         ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
         ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
     ],
@@ -92,18 +90,14 @@ def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks], special_tokens=True)
     end = tokenizer.convert_tokens_to_ids("</s>")
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
-    assert reply_message(tokenizer, ids, {end, ids[0]} if text.startswith("plain") else {end}) == {
-        "role": "assistant",
-        **expected,
-    }
+    ends = {end, ids[0]} if text.startswith("plain") else {end}
+    assert reply_message(tokenizer, ids, ends) == {"role": "assistant", **expected}
 
 
 def test_templates_that_read_parts(tmp_path: Path) -> None:
     """Guards replies that were looked for in a text without the messages' words: such a template loses strings."""
-    parts = CHATML.replace(
-        "{{ m['content'] }}", "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
-    )
-    tokenizer = tokenizer_with(parts)
+    parts = "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
+    tokenizer = tokenizer_with(CHATML.replace("{{ m['content'] }}", parts))
     data = read_line(tmp_path, tokenizer, messages=TWO)
     assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
     assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
@@ -130,15 +124,12 @@ def test_prompts_with_tools_are_those_of_the_server(tmp_path: Path, beside: dict
     assert data.report.unused_tools == 0
 
 
-def test_tools_that_the_template_leaves_out_are_reported(tmp_path: Path) -> None:
-    """Guards against a report that says nothing: the server refuses such tools."""
+def test_the_variables_of_a_line(tmp_path: Path) -> None:
+    """A line's chat_template_kwargs are the template's, as a request's are. Tools that the template leaves out are
+    reported: the server refuses them."""
     report = read_line(tmp_path, tokenizer_with(CHATML), messages=TWO, tools=TOOLS).report
     assert report.unused_tools == 1
     assert "in 1 the template leaves out the tools" in str(report)
-
-
-def test_the_variables_of_a_line(tmp_path: Path) -> None:
-    """A line's chat_template_kwargs are the template's, as a request's are."""
     tokenizer = tokenizer_with("{% if slow %}slow {% endif %}" + CHATML)
     data = read_line(tmp_path, tokenizer, messages=TWO[:2], chat_template_kwargs={"slow": True})
     served = render(tokenizer, TWO[:1], chat_template_kwargs={"slow": True})
@@ -215,9 +206,8 @@ def test_of_cut_turns_the_last_counts(tmp_path: Path, template: str) -> None:
     """Earlier replies without their reasoning are not what the model generates there: they are
     context, and the report says so."""
     tokenizer = tokenizer_with(template)
-    data = read_line(
-        tmp_path, tokenizer, messages=turns("1 + 1?", "One and one.\n</think>\n\nTwo.", "2 + 2?", REASONED)
-    )
+    chat = turns("1 + 1?", "One and one.\n</think>\n\nTwo.", "2 + 2?", REASONED)
+    data = read_line(tmp_path, tokenizer, messages=chat)
     assert counted_texts(tokenizer, data.train[0]) == [f"{REASONED}<|im_end|>"]
     served = render(tokenizer, turns("1 + 1?", "Two.", "2 + 2?"))
     assert data.train[0].ids[: len(served)] == served
@@ -298,13 +288,6 @@ def test_replies_that_do_not_count(tmp_path: Path, template: str, silent: dict[s
     assert said == ("fine thanks<|im_end|>" if place == 3 else "how are you<|im_end|>")
 
 
-@pytest.mark.parametrize("weight", [1, 1.0, None, True])
-def test_weights_that_count(tmp_path: Path, weight: Any) -> None:
-    tokenizer = tokenizer_with(CHATML)
-    chat = [{**turn, "weight": weight} for turn in TWO]
-    assert one(tmp_path, tokenizer, chat) == one(tmp_path, tokenizer, TWO)
-
-
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
@@ -315,5 +298,8 @@ def test_weights_that_count(tmp_path: Path, weight: Any) -> None:
     ],
 )
 def test_lines_in_which_nothing_counts(tmp_path: Path, reply: dict[str, Any], says: str) -> None:
+    tokenizer = tokenizer_with(CHATML)
     with pytest.raises(InputError, match=says):
-        one(tmp_path, tokenizer_with(CHATML), [*turns("2 + 2?"), {"role": "assistant", **reply}])
+        one(tmp_path, tokenizer, [*turns("2 + 2?"), {"role": "assistant", **reply}])
+    for weight in (1, 1.0, None, True):  # weights that count
+        assert one(tmp_path, tokenizer, [{**turn, "weight": weight} for turn in TWO]) == one(tmp_path, tokenizer, TWO)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters import Batch, mtp
+from eyas.drafters import mtp
 from eyas.drafters._mtp_llama import llama_net
 from eyas.drafters._mtp_net import LayoutCache, _twin, load_net
 from eyas.errors import CheckpointError, ModelError, OptionError
@@ -58,20 +60,28 @@ def by_expert(name: str, weight: Tensor) -> dict[str, Tensor]:
     stem, _, kind = name.rpartition(".")
     if kind == "gate_up_proj":
         gate, up = weight.chunk(2, dim=1)
-        return {
-            f"{stem}.{e}.{k}_proj.weight": w[e].clone()
-            for k, w in (("gate", gate), ("up", up))
-            for e in range(len(weight))
-        }
+        parts = [(k, e, part) for k, w in (("gate", gate), ("up", up)) for e, part in enumerate(w)]
+        return {f"{stem}.{e}.{k}_proj.weight": part.clone() for k, e, part in parts}
     if kind == "down_proj":
         return {f"{stem}.{e}.down_proj.weight": part.clone() for e, part in enumerate(weight)}
     return {name: weight.clone()}
 
 
 def glm4_moe() -> PreTrainedModel:
-    return zoo.tiny(
-        "glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1
-    )
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    return zoo.tiny("glm4_moe", first_k_dense_replace=1, **experts)
+
+
+def cached_parts(net: Any, cache: Any, hidden_1ND: Tensor, embeddings_1ND: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the outputs of a text of 12 tokens that is read in parts; of the first part the keys are kept alone."""
+    position_1N = torch.arange(12)[None]
+    for begin, end in ((0, 7), (7, 9), (9, 12)):
+        slots_1N, part = position_1N[:, begin:end], slice(begin, end)
+        cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)
+        cache.set_mask(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
+        got = (net if begin else net.store_kv)(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
+        if begin:
+            yield part, got
 
 
 def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
@@ -103,14 +113,8 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
         embeddings_1ND, position_1N = target.embed(ids_1N.roll(-1)), torch.arange(12)[None]
         expected = theirs.forward_layer(0, hidden_1ND, position_1N + 1, DynamicCache(), inputs_embeds=embeddings_1ND)
         cache = LayoutCache(loaded.net.layout(target.dtype, target.device), 1, target.dtype, target.device)
-        for begin, end in ((0, 7), (7, 9), (9, 12)):
-            slots_1N, part = position_1N[:, begin:end], slice(begin, end)
-            cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)
-            cache.set_mask(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
-            read = loaded.net.store_kv if not begin else loaded.net
-            got = read(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
-            if begin:
-                assert torch.allclose(got, expected[:, part], atol=1e-5)
+        for part, got in cached_parts(loaded.net, cache, hidden_1ND, embeddings_1ND):
+            assert torch.allclose(got, expected[:, part], atol=1e-5)
 
 
 @pytest.mark.cover(family=1)
@@ -162,9 +166,8 @@ def test_steps_of_training_are_those_of_drafting(family: str) -> None:
         for step in range(steps):
             N = len(hidden_ND)
             causal_11NN = torch.full((N, N), -torch.inf).triu(1)[None, None]
-            output_ND = drafter.net._run(
-                hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN
-            )[0]
+            inputs = (hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN)
+            output_ND = drafter.net._run(*inputs)[0]
             torch.testing.assert_close(found[step][m], output_ND[-1], atol=1e-5, rtol=1e-4)
             hidden_ND = torch.cat([hidden_ND, output_ND[-1:]])
             embeddings_ND = torch.cat([embeddings_ND, embed(torch.tensor([min(row + 2 + step, 12)]))])
@@ -178,9 +181,8 @@ def test_loss_is_the_cross_entropy_of_every_step() -> None:
     batch = heads.batch_of(target, target.num_layers)
     counted = heads.predictions(batch, 3)
     rows = sorted({t for _, t, _ in counted})
-    outputs = drafter.net.training_time_test(
-        batch.features_NF, lambda index: drafter.embed(batch.tokens_N[index]), torch.tensor(rows), batch.documents, 3
-    )
+    embed = lambda index: drafter.embed(batch.tokens_N[index])  # noqa: E731
+    outputs = drafter.net.training_time_test(batch.features_NF, embed, torch.tensor(rows), batch.documents, 3)
     expected = torch.zeros(())
     for step, t, goal in counted:
         p_V = heads.training_target(batch, target, goal, "distribution")
@@ -190,14 +192,7 @@ def test_loss_is_the_cross_entropy_of_every_step() -> None:
     assert int(loss.count) == sum(step == 0 for step, _, _ in counted)
     loss.total.backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in drafter.net.parameters())
-
-
-def test_a_batch_in_which_nothing_counts() -> None:
-    target = target_of("llama")
-    drafter = mtp.Method.random(target)
-    tokens_N = torch.arange(3, 9)
-    features_ND = target.encode(tokens_N[None], (target.num_layers,))[0]
-    loss = drafter.loss(Batch(tokens_N, features_ND, torch.zeros(6, dtype=torch.bool), Documents((6,))))
+    loss = drafter.loss(replace(batch, counted_N=torch.zeros_like(batch.counted_N)))
     loss.total.backward()
     assert float(loss.total.detach()) == int(loss.count) == 0
 
@@ -221,14 +216,12 @@ def test_a_trained_module_comes_back(tmp_path: Path) -> None:
     """Guards the form on disk, the method that a folder chooses, and heads of another target; the
     text stays that of plain decoding."""
     target = heads.tiny_target()
-    first, losses, figures = heads.short_training(
-        mtp.Method.init_for_training(target, seed=1), tmp_path / "head", steps=20
-    )
+    fresh = mtp.Method.init_for_training(target, seed=1)
+    first, losses, figures = heads.short_training(fresh, tmp_path / "head", steps=20)
     assert losses[-1]["loss"] < losses[0]["loss"] < first
     assert figures["tau"] >= 1
-    llm = eyas.load(
-        target.model, tmp_path / "head", tokenizer=False, kernels="off", tree={"nodes": 8, "depth": 3, "branch": 2}
-    )
+    tree = {"nodes": 8, "depth": 3, "branch": 2}
+    llm = eyas.load(target.model, tmp_path / "head", tokenizer=False, kernels="off", tree=tree)
     assert isinstance(llm.drafter, mtp.Method)
     stored = checkpoints.load(tmp_path / "head").tensors
     assert all(torch.equal(stored[name], weight) for name, weight in llm.drafter.net.state_dict().items())
@@ -277,15 +270,8 @@ def test_our_layer_computes_what_transformers_does(family: str) -> None:
     expected = drafter.net._run(hidden_1ND, embeddings_1ND, position_1N, None, causal_11NN)
     shape = own.layer.attention.shape
     cache = DraftKVCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
-    for begin, end in ((0, 7), (7, 9), (9, 12)):
-        slots_1N, part = position_1N[:, begin:end], slice(begin, end)
-        cache.prepare(range(1), lambda slots_1N=slots_1N: slots_1N, end)
-        cache.set_mask(torch.tensor([begin]), torch.ones(1, end - begin, end - begin).tril().bool())
-        if begin:
-            got = own(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
-            torch.testing.assert_close(got, expected[:, part], atol=1e-5, rtol=1e-4)
-        else:
-            own.store_kv(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
+    for part, got in cached_parts(own, cache, hidden_1ND, embeddings_1ND):
+        torch.testing.assert_close(got, expected[:, part], atol=1e-5, rtol=1e-4)
 
 
 def test_layers_that_are_not_ours() -> None:

@@ -152,12 +152,9 @@ def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
     """Guards against a system text beside the turns that is dropped, and lines with calls that are
     refused: files for other trainers have both."""
     tokenizer = tokenizer_with(TOOLED)
-    sharegpt = [
-        {"from": "human", "value": "the time?"},
-        {"from": "function_call", "value": '{"name": "now", "arguments": {"zone": "Oslo"}}'},
-        {"from": "observation", "value": "12:00"},
-        {"from": "gpt", "value": "Noon."},
-    ]
+    called = '{"name": "now", "arguments": {"zone": "Oslo"}}'
+    said = (("human", "the time?"), ("function_call", called), ("observation", "12:00"), ("gpt", "Noon."))
+    sharegpt = [{"from": role, "value": value} for role, value in said]
     data = read_line(tmp_path, tokenizer, conversations=sharegpt, system="Be brief.", tools=json.dumps(TOOLS))
     call = {"function": {"name": "now", "arguments": '{"zone": "Oslo"}'}}
     chat = [

@@ -186,12 +186,10 @@ SHAPES = ((1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6))
 def test_shapes(shape: str | tuple[int, int, int]) -> None:
     """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted; and static
     trees of other shapes."""
-    method, options = (
-        ("eagle1", {"tree.choices": shape})
-        if isinstance(shape, str)
-        else ("eagle2", dict(zip(TREE, shape, strict=True)))
-    )
-    check("llama", make(method, Target(model("llama")), **options), 2, requests("llama", 3, (GREEDY,)))
+    static = isinstance(shape, str)
+    options = {"tree.choices": shape} if static else dict(zip(TREE, shape, strict=True))
+    drafter = make("eagle1" if static else "eagle2", Target(model("llama")), **options)
+    check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
 
 
 @pytest.mark.slow

@@ -82,9 +82,8 @@ def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypat
         root = torch.tensor([len(other) + len(text) - 1])
         ids_1n = torch.tensor([[text[-1]] + [drafter.block_format.mask_token] * (drafter.block_format.block - 1)])
         with torch.no_grad():
-            trained_1nD = drafter.net.forward_packed(
-                batch.features_NF[:, :layers], drafter.embed(ids_1n), root, batch.documents
-            )
+            embedded = drafter.embed(ids_1n)
+            trained_1nD = drafter.net.forward_packed(batch.features_NF[:, :layers], embedded, root, batch.documents)
         torch.testing.assert_close(hidden_nD, trained_1nD[0], atol=2e-4, rtol=2e-4)
 
 

@@ -100,9 +100,8 @@ def test_refusal_with_the_numbers() -> None:
     """Guards against a request that dies half way."""
     session = Target(zoo.FAMILIES["llama"]()).open(1)
     session.check_fit(500, 12)
-    with pytest.raises(
-        FitError, match=r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"
-    ):
+    said = r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"
+    with pytest.raises(FitError, match=said):
         session.check_fit(500, 13)
     with pytest.raises(FitError, match="600 tokens, the target's context is 512"):
         session.check_fit(600, 1)
@@ -133,10 +132,9 @@ def test_fingerprint() -> None:
     same name."""
     a, b = zoo.FAMILIES["llama"](), zoo.FAMILIES["llama"]()
     assert fingerprint(Target(a)) == fingerprint(Target(b))
+    head = b.lm_head.weight
     with torch.no_grad():
-        b.lm_head.weight.add_(
-            torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std()
-        )
+        head.add_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)) * head.std())
     assert not has_fingerprint(Target(b), fingerprint(Target(a)))
     assert has_fingerprint(Target(zoo.FAMILIES["llama"]().half()), fingerprint(Target(a)))
     assert has_fingerprint(Target(zoo.FAMILIES["llama"]().bfloat16()), fingerprint(Target(a)))
@@ -203,6 +201,5 @@ def test_level_by_level_equals_one_pass(family: str) -> None:
     other = target.open(2)
     for row, length in enumerate((9, 30)):
         other.prefill(row, [*ids(length, row), *tokens[row, : 2 + row].tolist()])
-    torch.testing.assert_close(
-        parts.forward(tokens, tree).logits_BNV, other.forward(tokens, tree).logits_BNV, atol=1e-4, rtol=1e-4
-    )
+    found, expected = (session.forward(tokens, tree).logits_BNV for session in (parts, other))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

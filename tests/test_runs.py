@@ -303,19 +303,6 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
     assert {len(rows) for name, rows in curves.items() if name.endswith("by context")} == {len(speed.CONTEXTS)}
 
 
-@pytest.mark.exhaustive
-def test_long_context(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the forced text: every method's cycles emit the same text, all but the token of the
-    prompt's pass."""
-    book = tmp_path / "book.txt"
-    book.write_text("It was a dark night, and the wind sang in the chimney of the old house. " * 40)
-    given = ("--books", book, "--at", 40, 80, "--new-tokens", 6, "--passages", 1, "--tasks", "continue", "--nodes", 5)
-    record = smallest(command, monkeypatch, tmp_path / "long.json", "long_context", *given)
-    (row,) = (json.loads(line) for line in (tmp_path / "long.raw.jsonl").read_text().splitlines()[1:])
-    assert {sum(emitted) for by_length in row["cycles"].values() for emitted in by_length} == {len(row["text"]) - 1}
-    assert len(record["tasks"]["continue"]["all"]["seagle"]["tau"]) == 2
-
-
 @pytest.mark.slow
 def test_draft_cost(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards SEAGLE's claim in bytes: its cache does not grow with the context, EAGLE-3's does."""

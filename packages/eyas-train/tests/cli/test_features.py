@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import weakref
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import processes
 from eyas.locks import locked_output
 from eyas_train import alpha
 from eyas_train.commands import features
@@ -122,32 +120,6 @@ def test_ctrl_c_keeps_whole_shards(
     again = run(*command)
     assert f"to be made: {shards - 2} of {shards} shards" in again.stderr
     assert "is complete" in again.stderr
-
-
-@pytest.mark.exhaustive
-def test_kill_9_leaves_whole_shards(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """Killed as soon as some shards are there: each of them is whole, and the same command makes
-    the rest.
-
-    It is told to write 180 shards; a false alarm needs a machine that writes the rest before this
-    process is woken by the third."""
-    smaller = (*command, "--shard-mib", 0.02, "--max-length", 40)
-    large = [str(world / "llama") if part == "llama" else str(part) for part in smaller]
-    text = (tmp_path / "chat.jsonl").read_text()
-    (tmp_path / "chat.jsonl").write_text("\n".join(text.replace("what is", f"what is {i}") for i in range(12)))
-    whole, environment = [sys.executable, "-m", "eyas", *large], processes.environment()
-    with processes.started(whole, True, stderr=subprocess.PIPE, env=environment) as process:
-        processes.wait_until(lambda: len(list((tmp_path / "store").glob("shard-*"))) >= 3, process)
-        process.send_signal(signal.SIGKILL)
-    store = FeatureStore(tmp_path / "store")
-    left = len(store.missing())
-    assert 0 < left < len(store.manifest.shards) - 2
-    assert store.verify() == []
-    assert len(store.data().train) > 0
-    again = run(*large)
-    assert again.exit_code == 0, again.output
-    assert f"to be made: {left} of " in again.stderr
-    assert not list((tmp_path / "store").glob(".*.tmp"))
 
 
 @pytest.mark.slow

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import processes
 from eyas.core.engine import Decoder
 from eyas_train.commands import regenerate
 
@@ -103,24 +99,6 @@ def test_what_is_there_is_not_done_again(run: Run, command: tuple[object, ...], 
     output.write_text(before + '{"k')
     assert run(*drawn).exit_code == 0
     assert output.read_text() == before
-
-
-@pytest.mark.exhaustive
-def test_kill_9_leaves_whole_lines(run: Run, command: tuple[object, ...], world: Path, tmp_path: Path) -> None:
-    """A false alarm needs a machine that answers 1,000 questions before this process is woken by the third."""
-    write(tmp_path / "chat.jsonl", [talk(f"number {i}", "x") for i in range(1000)])
-    arguments = [str(world / "llama") if a == "llama" else str(a) for a in (*command, "--rows", 2)]
-    output = tmp_path / "own.jsonl"
-    whole, environment = [sys.executable, "-m", "eyas", *arguments], processes.environment()
-    with processes.started(whole, True, stderr=subprocess.PIPE, env=environment) as process:
-        processes.wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, process)
-        process.send_signal(signal.SIGKILL)
-    there = output.read_bytes().count(b"\n")
-    assert 3 <= there < 1000
-    assert run(*command, "--limit", there + 2).exit_code == 0
-    keys = [line["key"] for line in lines(output)]
-    assert there <= len(keys) <= there + 2
-    assert len(set(keys)) == len(keys)
 
 
 def test_ctrl_c_keeps_what_was_answered(

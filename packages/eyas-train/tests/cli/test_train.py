@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 import processes
 from eyas import checkpoints
 from eyas.locks import locked_output
-from eyas_train import loop
 from eyas_train.dist import SingleProcess
 from eyas_train.state import load_values, saved_states
 
@@ -124,34 +123,6 @@ def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_pa
     assert refused.exit_code == 2
     said = "window.sink: this head was trained with a window of 8, without sinks; give --window.size too"
     assert said in refused.stderr
-
-
-@pytest.mark.exhaustive
-def test_interrupted_and_resumed_is_the_same_head(
-    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C after the third step; the same command goes on, to the same bits as without it."""
-    assert run(*command).exit_code == 0
-    whole = load_file(tmp_path / "new" / "model.safetensors")
-    train_step = loop.train_step
-
-    def interrupted(setup: Any, loss_function: Any, optimizer: Any, state: Any) -> Any:
-        figures = train_step(setup, loss_function, optimizer, state)
-        if state.step == 3:
-            raise KeyboardInterrupt
-        return figures
-
-    other = instead(command, tmp_path / "other")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", interrupted)
-        result = run(*other)
-    assert result.exit_code == 130
-    assert f"eyas: interrupted: step 3 of 6 is saved in {tmp_path / 'other'}; the same command goes on" in result.stderr
-    resumed = run(*other)
-    assert resumed.exit_code == 0
-    assert "resumed at step 3 of 6" in resumed.stderr
-    again = load_file(tmp_path / "other" / "model.safetensors")
-    assert all(bool((again[name] == value).all()) for name, value in whole.items())
 
 
 @pytest.mark.parametrize(

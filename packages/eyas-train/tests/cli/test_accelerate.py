@@ -70,9 +70,8 @@ def test_data_that_cannot_be_used_is_refused(refused: Callable[..., str], tmp_pa
     few.write_text('{"prompt": "why"}\n')
     text.write_text("Once upon a time.")
     assert "1 questions are too few" in refused("accelerate", "llama", "--output", tmp_path / "h", "--data", few)
-    assert "is plain text, and has no questions" in refused(
-        "accelerate", "llama", "--output", tmp_path / "h", "--data", text
-    )
+    told = refused("accelerate", "llama", "--output", tmp_path / "h", "--data", text)
+    assert "is plain text, and has no questions" in told
     assert "it is a file" in refused("accelerate", "llama", "--output", few)
     assert "holds something that this command has not made" in refused("accelerate", "llama", "--output", tmp_path)
 

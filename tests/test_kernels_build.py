@@ -142,10 +142,7 @@ def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
         ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
         ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
-        (
-            {"XDG_CACHE_HOME": "/dev/null/cache"},
-            "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory",
-        ),
+        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
         ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
     ],
 )
@@ -243,9 +240,8 @@ def test_weights_in_huge_pages() -> None:
     """Guards the block that matrices share: each keeps its own values, at the line of a cache, the larger ones too, and
     a block that was made in inference mode can be written to later; the memory of matrices that are gone is given back."""
     made, expected = [], []
-    for i, (shape, dtype) in enumerate(
-        (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16), ((_memory.BLOCK + 5,), torch.uint8))
-    ):
+    small = (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16))
+    for i, (shape, dtype) in enumerate((*small, ((_memory.BLOCK + 5,), torch.uint8))):
         for inference in (True, False):
             tensor = torch.full(shape, i + 2 * inference + 1, dtype=dtype)
             with torch.inference_mode(inference):

@@ -110,12 +110,8 @@ def ids(rng: random.Random) -> list[int]:
 
 def keywords(shared: Shared, rng: random.Random) -> dict[str, Any]:
     sampled = {"temperature": 0.9, "seed": rng.randrange(99)} if rng.random() < 0.3 else {}
-    return {
-        "max_new_tokens": rng.randrange(3, 13),
-        "ignore_eos": True,
-        "adapter": rng.choice(shared.adapters),
-        **sampled,
-    }
+    length = {"max_new_tokens": rng.randrange(3, 13), "ignore_eos": True}
+    return {**length, "adapter": rng.choice(shared.adapters), **sampled}
 
 
 def generate(shared: Shared, llm: LLM, rng: random.Random) -> Any:

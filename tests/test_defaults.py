@@ -153,7 +153,7 @@ def test_autocast_is_refused() -> None:
     llm, tiny = eyas.load(model(), tokenizer=False, kernels="off"), eyas.load()
     wanted, chat, message = generated(llm), tiny.chat(max_new_tokens=8), "I want to book a table."
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        load, stream = lambda: eyas.load(model(), tokenizer=False), lambda: next(iter(llm.stream(PROMPT)))  # noqa: E731
+        load, stream = lambda: eyas.load(model(), tokenizer=False), lambda: next(iter(llm.stream(PROMPT)))
         for refused in (load, stream, lambda: generated(llm), lambda: chat.send(message)):
             with pytest.raises(OptionError, match=r"torch.autocast is on.*enabled=False"):
                 refused()

@@ -93,9 +93,11 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
 
 def at_most(rule: Rule, most: int) -> Rule:
     """The shipped limit of nodes in every second row; the others have the whole tree."""
-    return lambda cycle, state_B: limit_nodes(
-        rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))]
-    )
+
+    def limited(cycle: CycleInput, state_B: Tensor) -> Draft:
+        return limit_nodes(rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))])
+
+    return limited
 
 
 def with_predictions(rule: Rule) -> Rule:
@@ -107,12 +109,8 @@ def with_predictions(rule: Rule) -> Rule:
         tokens_BM = torch.stack([cycle.tokens_B, torch.zeros_like(state_B), torch.ones_like(state_B)], dim=1)
         acceptable_BM = deterministic_B[:, None] | (torch.arange(3) == 0)
         chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(len(state_B), -1), 2, acceptable_BM), tokens_BM)
-        return replace(
-            merge(sampled, chain),
-            q_BNV=sampled.q_BNV,
-            block_verification=sampled.block_verification,
-            deterministic_B=deterministic_B,
-        )
+        kept = {"q_BNV": sampled.q_BNV, "block_verification": sampled.block_verification}
+        return replace(merge(sampled, chain), deterministic_B=deterministic_B, **kept)
 
     return draft
 
@@ -161,9 +159,8 @@ def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
         adjustments = Adjustments(counts=counts_BV) if law.has_adjustments else None
-        cycle = CycleInput(
-            state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments
-        )
+        laws, end = (law,) * len(rows_B), int(position_B.max())
+        cycle = CycleInput(state_B % V, position_B, count_B < T, laws, noise, end, adjustments)
         draft = rule(cycle, state_B)
         state_BN = state_B[:, None].repeat(1, draft.tree.nodes)
         for n in range(1, draft.tree.nodes):

@@ -148,7 +148,7 @@ def test_the_end_comes_after_min_tokens_and_no_later() -> None:
     [
         (
             lambda: Request((1,), 5, Sampling(logit_bias=((160, 1.0),))),
-            "logit_bias: token id 160 is outside the target's vocabulary",
+            "logit_bias: token id 160 is outside the target's",
         ),
         (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
         (

@@ -491,7 +491,7 @@ def prefixes(world: ToyModels, start_B: Tensor, draft: Draft) -> Tensor:
     for n in range(1, draft.tree.nodes):
         above_B = prefix_BN.gather(1, draft.tree.parents_BN[:, n : n + 1])[:, 0]
         prefix_BN[:, n] = world.child(above_B, draft.tokens_BN[:, n])
-    return prefix_BN
+    return torch.where(prefix_BN < len(world.p_IV), prefix_BN, 0)
 
 
 def grown_drafts(

@@ -53,9 +53,8 @@ def theirs(target: Target, **more: Any) -> Any:
     """transformers' own assistant for this target, with random weights: three layers, the window
     smaller than the target's."""
     unified = "Unified" if "unified" in target.family.model_type else ""
-    config_class, model_class = (
-        getattr(transformers, f"Gemma4{unified}Assistant{part}") for part in ("Config", "ForCausalLM")
-    )
+    names = [f"Gemma4{unified}Assistant{part}" for part in ("Config", "ForCausalLM")]
+    config_class, model_class = (getattr(transformers, name) for name in names)
     text = {
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4, "head_dim": 12,
@@ -69,9 +68,8 @@ def theirs(target: Target, **more: Any) -> Any:
     model = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            torch.nn.init.normal_(
-                weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, 0.2 if weight.ndim == 1 else 0.3
-            )
+            mean = 1.0 if weight.ndim == 1 and "norm" in name else 0.0
+            torch.nn.init.normal_(weight, mean, 0.2 if weight.ndim == 1 else 0.3)
         if model.masked_embedding is not None:
             model.masked_embedding.token_ordering.copy_(torch.randperm(target.vocab_size))
     return model
@@ -134,9 +132,8 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
         assert hidden is not None
         onward = made.net.next_hidden(hidden)
         both = made._read(seen, roots, torch.tensor([[root, child]]), onward.expand(-1, 2, -1))
-        assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), (
-            "nodes see no other node"
-        )
+        alone = made._read(seen, roots, torch.tensor([[root]]), onward)
+        assert torch.allclose(both[:, :1], alone, atol=1e-5), "nodes see no other node"
 
 
 @pytest.mark.slow
@@ -190,12 +187,11 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
         "model_type": "gemma4_assistant",
         "text_config": text,
         "backbone_hidden_size": target.hidden_size,
-    } | changes
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"},
-        folder / "model.safetensors",
-    )
+    tensors = {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -232,8 +228,9 @@ def test_other_targets(tmp_path: Path) -> None:
     """Bugs: an assistant of a Gemma 4 is loaded for a model whose keys have other sizes; a target
     without keys ends in a traceback."""
     target, other = Target(zoo.FAMILIES["gemma4"]()), Target(zoo.FAMILIES["llama"]())
-    net = gemma4_assistant.Method.random(target, seed=1).net
+    folder = written(gemma4_assistant.Method.random(target, seed=1).net, target, tmp_path)
+    assert checkpoints.load(folder).method == drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
     with pytest.raises(CheckpointError, match=r"made for another model|no layer of the target"):
-        loaded(other, written(net, target, tmp_path))
+        loaded(other, folder)
     with pytest.raises(ModelError, match="no layers whose keys an assistant could read"):
         gemma4_assistant.Method.random(Target(zoo.FAMILIES["deepseek_v3"]()))

@@ -31,16 +31,10 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 def drafter_of(method: str, case: dict[str, Any]) -> Drafter:
     kind, p = drafters.find(method), case["params"]
-    tree = (
-        {
-            "tree.nodes": p["total_token"],
-            "tree.depth": p["depth"] + 1,
-            "tree.branch": p["top_k"],
-            "tree.confidence_temperature": 1,
-        }
-        if p
-        else {}
-    )
+    tree: dict[str, Any] = {}
+    if p:
+        tree = {"tree.nodes": p["total_token"], "tree.depth": p["depth"] + 1, "tree.branch": p["top_k"]}
+        tree["tree.confidence_temperature"] = 1
     if method == "seagle":
         size = case["window_size"] if case["enable_seagle"] else None
         tree |= {"window.size": size, "window.sink": case["sink_size"], "window.crop": "none"}

@@ -159,9 +159,8 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
     accepted, and it is read back."""
     kind: Any = drafters.find(name)
-    options = build_options(
-        kind.Options, {**SMALL, "head.depth": 2, **({"head.levels": 3} if name == "peagle" else {"ttt.steps": 3})}
-    )
+    steps = {"head.levels": 3} if name == "peagle" else {"ttt.steps": 3}
+    options = build_options(kind.Options, {**SMALL, "head.depth": 2, **steps})
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)

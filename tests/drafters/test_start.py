@@ -113,9 +113,8 @@ def test_the_first_loss_is_lower(name: str, options: dict[str, object], most: fl
     assert drafter.net is not None
     assert again.net is not None
     same = again.net.state_dict()
-    assert all(torch.equal(value, same[key]) for key, value in drafter.net.state_dict().items()), (
-        "another process differs"
-    )
+    equal = [torch.equal(value, same[key]) for key, value in drafter.net.state_dict().items()]
+    assert all(equal), "another process differs"
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "mtp"])
@@ -123,9 +122,8 @@ def test_a_target_in_bfloat16_is_fitted_in_float32(name: str) -> None:
     """Guards products of unlike dtypes, on which a training with --dtype bfloat16 ended; and the head's own dtype."""
     target, kind = Target(zoo.tiny("llama", num_hidden_layers=7).to(torch.bfloat16)), drafters.find(name)
     drafter = kind.init_for_training(target, build_options(kind.Options, {}), 1)
-    examples = [
-        Example(torch.randint(3, zoo.VOCAB, (60,), generator=generator(n)).tolist(), [True] * 60) for n in range(40)
-    ]
+    texts = [torch.randint(3, zoo.VOCAB, (60,), generator=generator(n)).tolist() for n in range(40)]
+    examples = [Example(text, [True] * 60) for text in texts]
     assert "explain" in fit_start(drafter, examples, 300, 1)
     assert drafter.net is not None
     assert {value.dtype for value in drafter.net.parameters()} == {torch.bfloat16}

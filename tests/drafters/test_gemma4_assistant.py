@@ -172,14 +172,6 @@ def test_a_row_is_drafted_for_as_it_is_alone() -> None:
     assert together.items() <= alone.items()
 
 
-def test_the_method_is_found_by_its_format(tmp_path: Path) -> None:
-    """Bug: an assistant, whose tensors are a language model's, is taken for a draft model."""
-    target = Target(zoo.FAMILIES["gemma4"]())
-    net = gemma4_assistant.Method.random(target, seed=1).net
-    assert checkpoints.load(written(net, target, tmp_path)).method == "gemma4_assistant"
-    assert drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
-
-
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     """The folder of a net of eyas' own making; `changes`: of config.json."""
     text = {**net.text.to_dict(), "model_type": "gemma4_text"} | changes.pop("text", {})

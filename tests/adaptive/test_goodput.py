@@ -55,16 +55,14 @@ def grown(shape: TreeSize, law: Sampling) -> Draft:
     """By a net, of one row."""
     target = Target(zoo.FAMILIES["llama"]())
     kind = find("eagle2")
-    drafter = kind.random(
-        target, build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4}), seed=1
-    )
+    options = build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4})
+    drafter = kind.random(target, options, seed=1)
     session, text = drafter.open(1), tuple(range(5, 40))
     session.begin(0, 0, len(text))
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
     one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.from_sampling((law,), target.device)
-    roots = CycleInput(
-        7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_size=shape
-    )
+    row = (7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text))
+    roots = CycleInput(*row, active_rows=(0,), tree_size=shape)
     with torch.inference_mode():
         return session.draft(roots)
 

@@ -68,9 +68,7 @@ def test_a_rule_that_looks_at_drawn_tokens_is_biased_and_ours_is_not(name: str) 
     check_exact(world, drawn_cycle(name, cut=by_the_past(world)), depth + 2, 2)
     wrong = law_of(world, drawn_cycle(name, cut=by_its_own_token(world)), depth + 2, 2)
     assert abs(float(wrong.sum()) - 1) < TOLERANCE
-    assert float((wrong - world.true_law(depth + 2)).abs().sum()) > 0.01, (
-        "the wrong rule does no harm here: this test shows nothing"
-    )
+    assert float((wrong - world.true_law(depth + 2)).abs().sum()) > 0.01, "the wrong rule does no harm here"
 
 
 def test_sleeping_rows_alone_lose_their_nodes() -> None:

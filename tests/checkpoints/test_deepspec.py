@@ -175,22 +175,16 @@ def test_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
 
 def speculators_module(weights: checkpoints.Weights, target: Target, by_expert: bool) -> dict[str, Tensor]:
     """A module under the library's names."""
-    theirs = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "post_norm": "final_layernorm",
-    }
-    tensors = dict[str, Tensor]()
+    theirs = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+    theirs["post_norm"] = "final_layernorm"
+    tensors, experts = dict[str, Tensor](), "mtp_layers.0.mlp.experts"
     for name, tensor in mtp_form.write("mtp", weights.config, weights.tensors)[1].items():
         part, _, rest = name.removeprefix("layers.0.").partition(".")
         if rest.endswith("gate_up_proj") and by_expert:
             for half, kind in zip(tensor.chunk(2, dim=1), ("gate", "up"), strict=True):
-                tensors |= {
-                    f"mtp_layers.0.mlp.experts.{e}.{kind}_proj.weight": half[e].clone() for e in range(len(half))
-                }
+                tensors |= {f"{experts}.{e}.{kind}_proj.weight": one.clone() for e, one in enumerate(half)}
         elif rest.endswith("experts.down_proj") and by_expert:
-            tensors |= {f"mtp_layers.0.mlp.experts.{e}.down_proj.weight": tensor[e].clone() for e in range(len(tensor))}
+            tensors |= {f"{experts}.{e}.down_proj.weight": one.clone() for e, one in enumerate(tensor)}
         else:
             tensors["mtp_layers.0." + (rest if part == "mtp_block" else f"{theirs[part]}.{rest}")] = tensor
     return tensors
@@ -204,12 +198,8 @@ def test_modules_of_speculators(family: str, by_expert: bool, tmp_path: Path) ->
     """Guards names, experts one by one, the target's type; such a module drafts."""
     target = Target(zoo.HYBRIDS[family]())
     made = mtp.Method.random(target, seed=5).weights()
-    config = {
-        "speculators_model_type": "mtp",
-        "architectures": ["MTPDraftModel"],
-        "num_nextn_predict_layers": 1,
-        "transformer_layer_config": target.model.config.to_diff_dict(),
-    }
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    config["transformer_layer_config"] = target.model.config.to_diff_dict()
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     tensors = speculators_module(made, target, by_expert)
     save_file(tensors, tmp_path / "model.safetensors")

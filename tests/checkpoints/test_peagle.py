@@ -40,11 +40,8 @@ def test_both_forms(tmp_path: Path, form: str) -> None:
     weights = read(tmp_path / "a", (config, held))
     assert weights.method == "peagle"
     assert torch.equal(weights.tensors["mask_hidden"], MASK)
-    assert (weights.config["mask_token"], weights.config["levels"], weights.config["layers"]) == (
-        9,
-        6 if form == "speculators" else None,
-        2,
-    )
+    levels = 6 if form == "speculators" else None
+    assert [weights.config[name] for name in ("mask_token", "levels", "layers")] == [9, levels, 2]
     eagle3 = deep("vllm" if form == "flat" else form, 2)[0]
     plain = read(tmp_path / "b", (eagle3, without(held, "mask_hidden")))
     assert plain.method == "eagle3"
@@ -60,9 +57,8 @@ def test_other_classes(tmp_path: Path) -> None:
     """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM
     reads all of them."""
     for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
-        head = flat(
-            architectures=[name], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, parallel_drafting=True
-        )
+        ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
+        head = flat(architectures=[name], eagle_config=ids, parallel_drafting=True)
         assert read(tmp_path, head).config["feature_layers"] == (1, 5, 9)
     refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
 

@@ -26,21 +26,13 @@ def llm() -> eyas.LLM:
 def test_laws(llm: eyas.LLM) -> None:
     """Guards the way of each keyword to the engine: texts are those of plain decoding, written out."""
     law = {"temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": -0.5, "seed": 3}
-    expected = plain_decode(
-        llm.target.model, Request(tuple(PROMPT), 16, Sampling(**law, logit_bias=((7, 9.0), (9, -100.0))))
-    )  # type: ignore[arg-type]
+    sampling = Sampling(**law, logit_bias=((7, 9.0), (9, -100.0)))  # type: ignore[arg-type]
+    expected = plain_decode(llm.target.model, Request(tuple(PROMPT), 16, sampling))
+    asked: dict[str, Any] = {**law, "max_new_tokens": 16, "ignore_eos": True}
     for bias in ({7: 9, 9: -100.0}, {"9": -100, "7": 9.0}, [(9, -100), (7, 9)]):
-        assert (
-            list(llm.generate(PROMPT, max_new_tokens=16, logit_bias=bias, ignore_eos=True, **law).token_ids) == expected
-        )  # type: ignore[call-overload]
+        assert list(llm.generate(PROMPT, logit_bias=bias, **asked).token_ids) == expected
     for token in expected[3:6]:
-        stops = {
-            "max_new_tokens": 16,
-            "stop_token_ids": [token],
-            "ignore_eos": True,
-            "logit_bias": {7: 9, 9: -100},
-            **law,
-        }
+        stops = {**asked, "stop_token_ids": [token], "logit_bias": {7: 9, 9: -100}}
         first = llm.generate(PROMPT, **stops)
         assert list(first.token_ids) == expected[: expected.index(token) + 1]
         assert first.finish_reason == "stop"

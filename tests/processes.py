@@ -1,5 +1,4 @@
-"""Child processes of tests. Limits count the work that a child does, not the time that a busy
-machine takes for it."""
+"""Child processes of tests. Limits count the work that a child does, not the time that a busy machine takes for it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ STILL_SECONDS = 600.0  # without a hundredth of a second of work: it hangs
 
 
 def accept_interrupts() -> None:
-    """For `preexec_fn`: a test run in the background of a shell ignores Ctrl-C, and its children
-    would inherit that."""
+    """For `preexec_fn`: a test run in the background of a shell ignores Ctrl-C, and its children would inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -133,8 +133,7 @@ def refused(folder: Path, head: Head, says: str, **held: Any) -> str:
 
 
 def further(number: int) -> dict[str, Tensor]:
-    """Random weights of a layer behind the first, with the norm over the hidden state that only
-    vLLM's class has."""
+    """Random weights of a layer behind the first, with the norm over the hidden state that only vLLM's class has."""
     of_first = {name: value for name, value in tensors("layers.0").items() if name.startswith("layers.0.")}
     held = {name.replace("layers.0", f"layers.{number}"): torch.randn_like(value) for name, value in of_first.items()}
     for name in (f"layers.{number}.self_attn.{x}_proj.weight" for x in "qkv"):

@@ -37,8 +37,7 @@ class DoesNotApplyError(Exception):
 class Rewrite:
     """The one piece of a function that looks like `pattern` becomes `replacement`.
 
-    `known`: patterns that say beforehand, by where they first occur in the function, what names
-    stand for.
+    `known`: patterns that say beforehand, by where they first occur in the function, what names stand for.
     """
 
     where: str

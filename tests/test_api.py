@@ -111,8 +111,7 @@ def test_several_answers_to_a_prompt(llm: LLM) -> None:
 
 @pytest.mark.slow
 def test_drafts_of_one_request(llm: LLM) -> None:
-    """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers
-    to Python."""
+    """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers to Python."""
     expected = plain(llm, "Hello there", 40)
     for draft in ("auto", True, "off", False, 0, 3):
         result = llm.generate("Hello there", max_new_tokens=40, draft=draft)
@@ -314,8 +313,7 @@ def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_prompts_as_people_write_them(llm: LLM) -> None:
-    """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention
-    mask hides."""
+    """Guards tensors, arrays, tokenizer output and numpy integers as prompts, and what an attention mask hides."""
     tokenizer, ids, text = llm.tokenizer, [20, 30, 40, 50], "Hello there"
     assert tokenizer is not None
     expected, of_text = plain(llm, ids, 5), plain(llm, tokenizer(text)["input_ids"], 5)

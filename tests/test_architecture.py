@@ -181,8 +181,7 @@ def _unknown_faults(imports: list[Import], root: Path, rules: Rules) -> Iterator
 
 
 def _drafter_faults(imports: list[Import]) -> list[str]:
-    """A method may import one base method; what all methods share (`__init__`, `_grow`, ...)
-    imports no method."""
+    """A method may import one base method; what all methods share (`__init__`, `_grow`, ...) imports no method."""
 
     def method(module: str) -> str:
         parts = module.split(".")
@@ -225,8 +224,7 @@ def _cycles(imports: list[Import]) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_packages_keep_their_layers() -> None:
-    """Guards against imports that turn the layers into a knot. No false alarms: the source is read,
-    nothing is run."""
+    """Guards against imports that turn the layers into a knot. No false alarms: the source is read, nothing is run."""
     assert modules_of(EYAS), f"no modules under {EYAS}"
     rules = Rules(LAYERS, UNKNOWN_TO, EXCEPT)
     broken = violations(EYAS, rules)
@@ -407,8 +405,7 @@ def test_contributing_lists_the_layers() -> None:
 
 
 def test_import_eyas_does_not_import_torch() -> None:
-    """`eyas --version` and shell completion must not wait seconds for torch; dir() must not load it
-    either."""
+    """`eyas --version` and shell completion must not wait seconds for torch; dir() must not load it either."""
     code = "import sys, eyas; dir(eyas); eyas.__version__; print(*sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = processes.run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

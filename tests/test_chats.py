@@ -279,8 +279,7 @@ def test_the_tools_beside_messages() -> None:
 
 
 def test_one_form_leads_to_the_same_ids() -> None:
-    """What `check_messages` returns is rendered like what it was given: files that eyas writes hold
-    the former."""
+    """What `check_messages` returns is rendered like what it was given: files that eyas writes hold the former."""
     chat = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER, calling('{"a": "b"}')]
     tokenizer = with_template(STRICT)
     assert render(tokenizer, check_messages(chat)) == render(tokenizer, chat)

@@ -32,8 +32,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def published(seed: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A small head as it would be published: its config.json, with some keys changed, and fitting
-    random tensors."""
+    """A small head as it would be published: its config.json, with some keys changed, and fitting random tensors."""
     config = CONFIG | changes
     sizes = safeailab.shapes(safeailab.read_config(config))
     random = torch.Generator().manual_seed(seed)
@@ -276,8 +275,7 @@ class Hub:
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Guards against fetching the weights twice (both kinds), or fetching everything else that lies
-    in a repository."""
+    """Guards against fetching the weights twice (both kinds), or fetching everything else that lies in a repository."""
     head = put(tmp_path / "head")
     torch.save(published()[1], head / "pytorch_model.bin")
     (head / "huge.onnx").write_bytes(b"0")
@@ -444,8 +442,7 @@ def head(tmp_path: Path) -> Weights:
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """For a while no file of this process may grow over 1,000 bytes: a full disk, as far as a
-    writer can tell."""
+    """For a while no file of this process may grow over 1,000 bytes: a full disk, as far as a writer can tell."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:

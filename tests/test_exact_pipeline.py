@@ -105,8 +105,7 @@ def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
 
 
 def pooled_p_value(p_XV: Tensor, key_XV: Tensor, token_X: Tensor) -> float:
-    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known
-    before the token."""
+    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known before the token."""
     order_XV = key_XV.argsort(-1, descending=True)
     ranked_XV = p_XV.gather(1, order_XV)
     hit_XV = (order_XV == token_X[:, None]).double()

@@ -117,10 +117,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 @pytest.mark.parametrize("inputs", [48, 1024])
 @pytest.mark.parametrize("outlier", [1.0, 1e4])
 def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
-    """Guards the quantisation of activations: rows of any scale, with one value far above the
-    others. Each value is exact to within 2^-23 of the row's largest, and nothing else is lost; on
-    ordinary rows the error is smaller than float32's. NaN and infinite values must not look like
-    numbers."""
+    """Guards the quantisation of activations: rows of any scale, with one value far above the others. Each value is
+    exact to within 2^-23 of the row's largest, and nothing else is lost; on ordinary rows the error is smaller than
+    float32's. NaN and infinite values must not look like numbers."""
     weight, generator = stored(torch.int8, 64, inputs), torch.Generator().manual_seed(2)
     x = torch.randn(40, inputs, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]
     x[:, 3] *= outlier
@@ -167,9 +166,8 @@ def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
 @pytest.mark.usefixtures("_dots")
 @pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
 def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
-    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of
-    every size, padded outputs and a bias; and these are near the weights, closer than with the
-    largest number as the only scale tried."""
+    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of every size, padded
+    outputs and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
@@ -225,9 +223,8 @@ def _amx(_kernels: None) -> None:
 @pytest.mark.usefixtures("_bfloat16_dots")
 @pytest.mark.parametrize("inputs", [16, 32, 48, 96, 1024, 2816])
 def test_products_of_bfloat16(inputs: int) -> None:
-    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's
-    sums, the same bits for a row alone and among any number of others, by AVX-512 and by AMX; what
-    is not finite stays in its row."""
+    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits
+    for a row alone and among any number of others, by AVX-512 and by AMX; what is not finite stays in its row."""
     weight, bias = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70)
     rounded = kernels.WeightFormat(activations="bfloat16")
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
@@ -268,9 +265,8 @@ def test_weights_rounded_to_bfloat16() -> None:
     "rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str
 )
 def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> None:
-    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows,
-    panels of both threads, a bias, rows of very different scales, and a row of zeros; what is not
-    finite stays in its row."""
+    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows, panels of both
+    threads, a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(3)
     rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
@@ -314,8 +310,7 @@ def test_norms() -> None:
 
 @needs
 def test_a_quick_net_leaves_the_net_alone() -> None:
-    """Guards training: what is made quick is a copy, and what it was made from keeps its modules
-    and learns."""
+    """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
     net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
     other, x = with_cpu_kernels(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
@@ -340,9 +335,8 @@ def test_noise_is_that_of_torchs_operations() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8001])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 20.0])
 def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
-    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat
-    laws, where every token may win, and sharp ones; impossible tokens; rows with a seed each,
-    greedy ones, and ties."""
+    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat laws, where every
+    token may win, and sharp ones; impossible tokens; rows with a seed each, greedy ones, and ties."""
     seeds = torch.tensor([0, 3, 2**62 + 5])
     noise, position_B = CpuNoise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
     for turn in range(20):

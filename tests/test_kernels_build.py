@@ -1,8 +1,7 @@
 """Building and loading the CPU kernels: broken compilers, broken caches and other people's files
 end in one line, never in a crash.
 
-Compilers are shell scripts here; the one that works copies the library that this session has
-compiled already.
+Compilers are shell scripts here; the one that works copies the library that this session has compiled already.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def reason() -> str:
 
 @needs
 def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may
-    write there."""
+    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may write there."""
     compiler(f'cp {library} "$out"')
     assert not reason()
     assert not reason()

@@ -69,9 +69,8 @@ def test_chunks_change_nothing(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 @pytest.mark.parametrize("rows", [0, 21])
 def test_through_the_head(chunk: int, rows: int) -> None:
-    """From features through a head: same value and gradient as with all logits at once; agreement
-    is that of the argmaxes. The head gets no gradient even where its weights ask for one, as those
-    of a freshly loaded model do."""
+    """From features through a head: same value and gradient as with all logits at once; agreement is that of the
+    argmaxes. The head gets no gradient even where its weights ask for one, as those of a freshly loaded model do."""
     predicted, true = arguments(3, rows, 5)
     linear = nn.Linear(5, 13, dtype=torch.float64)
 
@@ -90,8 +89,7 @@ def test_through_the_head(chunk: int, rows: int) -> None:
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under
-    autocast."""
+    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under autocast."""
     generator = torch.Generator().manual_seed(4)
     predicted, true = (torch.randn(8, 500, generator=generator).bfloat16() for _ in range(2))
     expected = plain_cross_entropy(predicted.double(), true.double())
@@ -276,8 +274,7 @@ def draft_of(logits: Tensor, true: Tensor, objective: str) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_target_itself_is_the_best_draft(objective: str) -> None:
-    """Every objective is least at q = p, and one step against the gradient gets nearer to it.
-    Deterministic."""
+    """Every objective is least at q = p, and one step against the gradient gets nearer to it. Deterministic."""
     generator = torch.Generator().manual_seed(7)
     true, other = torch.randn(2, 5, 9, generator=generator)
     loss, gradient = draft_of(other, true, objective)

@@ -107,8 +107,7 @@ def make(name: str, target: Target, **options: object) -> Drafter:
 
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str) -> None:
-    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the
-    thorough one."""
+    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the thorough one."""
     drafter, answered = make(name, Target(model("llama"))), requests("llama", 3, SAMPLINGS)
     tokens, _ = run(Decoder(drafter.target, drafter, 2), [r for r, _ in answered])
     for (request, expected), new in zip(answered, tokens, strict=True):
@@ -169,8 +168,7 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
 def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
-    """Guards the cache of several layers: its prompts, which need attention here, its commits, its
-    windows."""
+    """Guards the cache of several layers: its prompts, which need attention here, its commits, its windows."""
     target, answered, kind = Target(model("llama")), requests("llama", 8, SAMPLINGS), drafters.find(name)
     options = {**OPTIONS[name], **window, "head.depth": 3}
     check("llama", make(name, target, **options), 3, answered)

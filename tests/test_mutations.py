@@ -61,8 +61,7 @@ def test_rewriting() -> None:
     ],
 )
 def test_what_does_not_apply_says_so(change: Rewrite, reason: str) -> None:
-    """Guards the list against a change of the source that leaves a mutation without effect, or with
-    another one."""
+    """Guards the list against a change of the source that leaves a mutation without effect, or with another one."""
     with pytest.raises(DoesNotApplyError, match=reason):
         rewritten(CODE, change)
 

@@ -109,9 +109,8 @@ print(kilobytes("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
 def test_memory_grows_with_the_length_not_its_square() -> None:
-    """Forward and backward over one document: 4 times the length takes at most 6 times the memory
-    (scores would take 16 times: at 8,192 tokens and 4 heads 1 GiB a matrix). Measured in kilobytes
-    of a process of its own."""
+    """Forward and backward over one document: 4 times the length takes at most 6 times the memory (scores would take 16
+    times: at 8,192 tokens and 4 heads 1 GiB a matrix). Measured in kilobytes of a process of its own."""
     used = [int(processes.run([sys.executable, "-c", MEASURE.format(N=n)], warm=True).stdout) for n in (2048, 8192)]
     assert used[1] < 6 * used[0], used
     assert used[1] < 400_000, used

@@ -32,9 +32,8 @@ def every_tree(nodes: int, depth: int, ranks: int) -> Iterator[Choices]:
     ("nodes", "depth", "ranks"), [(2, 3, 2), (4, 3, 2), (5, 2, 3), (6, 3, 2), (4, 2, 4), (3, 1, 4)]
 )
 def test_no_tree_is_better(nodes: int, depth: int, ranks: int, falling: bool) -> None:
-    """Guards the dynamic program: its tree is worth as much as the best of all. Rates that do not
-    fall with the rank, as counts of few cycles do, defeat taking the best node again and again.
-    Brute force: no odds."""
+    """Guards the dynamic program: its tree is worth as much as the best of all. Rates that do not fall with the rank,
+    as counts of few cycles do, defeat taking the best node again and again. Brute force: no odds."""
     dice = random.Random(nodes * 100 + depth * 10 + ranks)
     for _ in range(4):
         rates = []

@@ -96,8 +96,7 @@ def imports(body: list[ast.stmt]) -> set[str]:
 
 @pytest.mark.slow
 def test_no_module_needs_a_system() -> None:
-    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it
-    needs it."""
+    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it needs it."""
     asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in SOURCES}
     assert {path.name: names for path, names in asked.items() if names} == {}
 

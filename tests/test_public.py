@@ -111,8 +111,7 @@ def test_links_and_files_of_the_pages() -> None:
 
 
 def test_names_of_the_pages() -> None:
-    """Guards files that pages name, and the glossary's last column: `path.py` `name` is a name in
-    that file."""
+    """Guards files that pages name, and the glossary's last column: `path.py` `name` is a name in that file."""
     glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text().splitlines()
     cells = [line.rstrip("| ").rpartition("|")[2] for line in glossary if line[:1] == "|"]
     named = [match for cell in cells for match in re.finditer(r"`([\w/.]+(?:/|\.py))`((?:[ ,]+`[A-Za-z_]+`)*)", cell)]
@@ -130,8 +129,7 @@ def test_names_of_the_pages() -> None:
 @pytest.mark.slow
 @needs_weights
 def test_the_embedded_model_is_small_and_intact() -> None:
-    """Guards the repository's size (heads in int8), the packing, and that
-    positions up to 4,096 exist."""
+    """Guards the repository's size (heads in int8), the packing, and that positions up to 4,096 exist."""
     size = sum(f.stat().st_size for f in tiny.FOLDER.rglob("*") if f.is_file())
     assert size < 80_000_000
     model = tiny.model()

@@ -1,5 +1,4 @@
-"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where
-it was stopped."""
+"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -183,8 +182,7 @@ def test_a_chain_is_measured_without_decoding(command: Any) -> None:
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:
-    """Bug: a table of docs/lab/results.md is edited by hand, or a record changes without it; a picture
-    is missing."""
+    """Bug: a table of docs/lab/results.md is edited by hand, or a record changes without it; a picture is missing."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
     pages = "".join((results.DOCS / "lab" / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))
@@ -336,8 +334,7 @@ def test_ablation(command: Any, model: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_data_source(command: Any, tmp_path: Path) -> None:
-    """Guards the pairing: what only one file has is left out, and a conversation that ends early
-    cuts its partner."""
+    """Guards the pairing: what only one file has is left out, and a conversation that ends early cuts its partner."""
     fixed, own = chats(tmp_path / "chat.jsonl", 40, "that is"), chats(tmp_path / "own.jsonl", 50, "mine:")
     lines = own.read_text().splitlines()
     lines[7] = json.dumps({"messages": json.loads(lines[7])["messages"][:2]})
@@ -410,9 +407,8 @@ def test_bench_heads_goes_on(
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can
-    go; texts are equal by every runner; each case is in the record; a second run measures nothing
-    again."""
+    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can go; texts are equal
+    by every runner; each case is in the record; a second run measures nothing again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
     options = "--device cpu --shape small --contexts 64 --rows 2 --rounds 1 --minutes 30"
     given = [*options.split(), "--output", str(output)]

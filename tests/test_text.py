@@ -183,8 +183,7 @@ def test_pieces_are_the_decode(case: tuple[str, Any]) -> None:
 @example([0xF0, 0x9F, 0x98], "llama")
 @example([0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80, 0xC0, 0xAF], "byte_level")
 def test_any_bytes(codes: list[int], name: str) -> None:
-    """Guards against counting replacement characters otherwise than `decode` does for bytes that
-    are no UTF-8."""
+    """Guards against counting replacement characters otherwise than `decode` does for bytes that are no UTF-8."""
     tokenizer = TOKENIZERS[name]
     letters = {code: letter for letter, code in room._byte_of_character().items()}
     pieces = [letters[code] if name == "byte_level" else f"<0x{code:02X}>" for code in codes]
@@ -205,8 +204,7 @@ def test_leading_spaces(name: str, begin: list[str]) -> None:
 
 
 def test_end_of_word_inside_a_token() -> None:
-    """Guards against showing a token as if it were the last one, where a decoder writes a last
-    token otherwise."""
+    """Guards against showing a token as if it were the last one, where a decoder writes a last token otherwise."""
     tokenizer = Tokenizer(models.WordLevel({"a</w>b": 0, "c</w>": 1}))
     tokenizer.decoder = decoders.BPEDecoder()
     for ids in ([0], [0, 0], [0, 1, 0], [1, 1]):
@@ -267,8 +265,7 @@ def test_work_per_token_is_bounded(name: str) -> None:
 
 
 def test_window_work_is_bounded() -> None:
-    """Guards against the same in the fallback, also when nothing but special tokens or broken
-    characters come."""
+    """Guards against the same in the fallback, also when nothing but special tokens or broken characters come."""
     sizes: list[int] = []
 
     class Counting(Foreign):
@@ -500,8 +497,7 @@ def test_bad_prompts(prompt: Any, says: str) -> None:
 
 @pytest.mark.skipif(not NESTLING.is_dir(), reason="needs ../shared/models/nestling")
 def test_nestling() -> None:
-    """Guards against our own tokenizers being too simple: the same checks on one that was trained
-    on chats."""
+    """Guards against our own tokenizers being too simple: the same checks on one that was trained on chats."""
     tokenizer = AutoTokenizer.from_pretrained(NESTLING)
     ids = render(tokenizer, [{"role": "user", "content": "Hello 😀"}, {"role": "assistant", "content": "天空 é\u0301"}])
     assert tokenizer.decode(ids).endswith("<|assistant|>\n")

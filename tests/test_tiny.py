@@ -26,8 +26,7 @@ def flip(path: Path) -> None:
 
 @needs_weights
 def test_flipped_bits(tmp_path: Path) -> None:
-    """Bug: a bit that flipped on the disk, in the weights or in a head, was noticed by `eyas
-    doctor` alone."""
+    """Bug: a bit that flipped on the disk, in the weights or in a head, was noticed by `eyas doctor` alone."""
     folder = tmp_path / "weights"
     shutil.copytree(tiny.FOLDER, folder)
     for name in ("eagle1/model.safetensors", "eagle3/model.safetensors", "eagle3/config.json", "mtp/model.safetensors"):

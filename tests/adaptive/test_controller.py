@@ -1,5 +1,4 @@
-"""The controller on simulated machines: seconds are made up, so nothing here depends on this
-machine's clock."""
+"""The controller on simulated machines: seconds are made up, so nothing here depends on this machine's clock."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def half(t: int) -> float:
 @pytest.mark.parametrize("costs", [FLAT, STEEP, DEAR_DRAFT])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_useless_head_costs_at_most_three_percent(costs: Costs, grows: bool) -> None:
-    """Bug: a head that is never right slows decoding down. 3,000 cycles, the trials at the
-    beginning included."""
+    """Bug: a head that is never right slows decoding down. 3,000 cycles, the trials at the beginning included."""
     machine = SimulatedMachine(costs, skill=useless).run(controller(costs, grows=grows), 3000)
     assert machine.speedup() > 0.97
     assert machine.speedup(500) > 0.98
@@ -117,9 +115,8 @@ def test_a_fallback_that_turns_bad_and_good_again() -> None:
 
 @pytest.mark.slow
 def test_the_head_is_compared_with_the_fallback_of_today() -> None:
-    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it
-    once was. The head is good from cycle 200 on; the fallback is better until 1,500, then
-    useless."""
+    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it once was. The head is
+    good from cycle 200 on; the fallback is better until 1,500, then useless."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0)
     machine.run(controller(fallback=FALLBACK), 4000)
     assert machine.share("base", 300, 1500) > 0.8
@@ -140,16 +137,14 @@ def test_a_good_heads_tree_is_nearly_the_best(costs: Costs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_head_that_pays_does_not_stay_dormant_by_bad_luck(seed: int) -> None:
-    """Bug: a few unlucky cycles decide for hundreds. With 4 seeds; of 300 cycles, the first ones of
-    a text included."""
+    """Bug: a few unlucky cycles decide for hundreds. With 4 seeds; of 300 cycles, the first ones of a text included."""
     machine = SimulatedMachine(MIDDLE, seed=seed).run(controller(MIDDLE, FALLBACK), 300)
     assert machine.share("draft") + machine.share("explore") > 0.9
 
 
 @pytest.mark.slow
 def test_it_returns_when_drafts_pay_again() -> None:
-    """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle
-    300 to 800 only."""
+    """Bug: once dormant, always dormant; or it goes on drafting what is refused. Useless from cycle 300 to 800 only."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if 300 <= t < 800 else 1.0).run(controller(), 4000)
     assert machine.share("base") < 0.5
     assert machine.share("base", 350, 800) > 0.7
@@ -262,8 +257,7 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
 
 
 def test_is_dormant_says_what_the_next_cycle_does() -> None:
-    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that
-    stays dormant."""
+    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that stays dormant."""
     policy = controller()
     assert not policy.is_dormant(1), "nothing is known yet"
     machine, seen = SimulatedMachine(skill=useless), set[bool]()
@@ -296,9 +290,8 @@ def test_a_waking_head_starts_planning_afresh() -> None:
 
 @pytest.mark.parametrize("pace", [1.0, 3.0])
 def test_another_tree_begins_with_what_is_expected_of_it(pace: float) -> None:
-    """Bugs: a new tree is judged by the tokens, or the seconds, of the one before; costs of a quiet
-    machine are taken for the seconds of a busy one, on which all takes three times as long, so
-    plain decoding looks slow."""
+    """Bugs: a new tree is judged by the tokens, or the seconds, of the one before; costs of a quiet machine are taken
+    for the seconds of a busy one, on which all takes three times as long, so plain decoding looks slow."""
     machine, policy = SimulatedMachine(MIDDLE, pace=lambda t: pace), controller(MIDDLE)
     sizes = []
     for _ in range(60):

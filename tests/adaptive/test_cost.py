@@ -79,8 +79,7 @@ def test_which_methods_have_a_spare(target: Target) -> None:
 
 @pytest.mark.slow
 def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every
-    tree looks dear."""
+    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
     monkeypatch.setattr(passes, "REPEATS", 1)
     monkeypatch.setattr(cost, "time_drafts", lambda *given: pytest.fail("timed alone"))
     found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
@@ -114,8 +113,7 @@ class Maker:
 
 
 def test_measured_once(target: Target, cache: Path) -> None:
-    """Bug: every start measures, or a machine's times are those of another model, head, number of
-    threads or dtype."""
+    """Bug: every start measures, or a machine's times are those of another model, head, number of threads or dtype."""
     make_costs, drafter = Maker(), make("eagle2", target)
     first, known = load_costs(drafter, make=make_costs)
     assert not known
@@ -230,8 +228,7 @@ def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
 
 
 def test_the_spread_of_repeated_timings() -> None:
-    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement
-    doubtful."""
+    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement doubtful."""
     assert passes.spread_of([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
     assert passes.spread_of([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
     assert passes.spread_of([1.0, 2.0]) == 0.0

@@ -21,8 +21,7 @@ from eyas.speedup import sizes
 
 
 def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
-    """Returns the tokens that a tree of that shape would have yielded, by growing it again within
-    the larger one."""
+    """Returns the tokens that a tree of that shape would have yielded, by growing it again within the larger one."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)

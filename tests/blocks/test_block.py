@@ -1,5 +1,4 @@
-"""Block drafters: the pass over a block while drafting is that of training; trees from its laws;
-anchors and losses."""
+"""Block drafters: the pass over a block while drafting is that of training; trees from its laws; anchors and losses."""
 
 from __future__ import annotations
 
@@ -61,9 +60,8 @@ def batch_of(drafter: BlockMethod, documents: tuple[tuple[int, ...], ...], count
 @pytest.mark.quick("dspark")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_computes_what_was_trained(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards positions, context and slots: at every cycle of a decoding, the hidden of the block is
-    that of the training's forward, whose context is the text before the root. Rows of several ages
-    share the cycles."""
+    """Guards positions, context and slots: at every cycle of a decoding, the hidden of the block is that of the
+    training's forward, whose context is the text before the root. Rows of several ages share the cycles."""
     drafter, seen = made(name, target), []
     plain = BlockSession._read_block
 

@@ -1,8 +1,6 @@
-"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be
-guessed is refused.
+"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be guessed is refused.
 
-The names of the published tensors are written out here, so that a swapped pair in the code's own
-tables is noticed.
+The names of the published tensors are written out here, so that a swapped pair in the code's own tables is noticed.
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ EAGLE1 = {f"layers.0.{x}.weight" for x in ("self_attn.q_proj", "post_attention_l
     ],
 )
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
-    """Guards against a head that two formats claim, so that the order of the files would decide how
-    it is read."""
+    """Guards against a head that two formats claim, so that the order of the files would decide how it is read."""
     readable = {name: form for name, form in formats().items() if hasattr(form, "read")}
     assert [name for name, form in readable.items() if form.recognises(config, list(names))] == expected
 
@@ -145,8 +142,7 @@ TOP = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
     ],
 )
 def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, ...], meaning: str) -> None:
-    """Guards against features that are off by one layer: the head still runs, and accepts a tenth
-    instead of a half."""
+    """Guards against features that are off by one layer: the head still runs, and accepts a tenth instead of a half."""
     config = read(tmp_path, head).config
     assert config["feature_layers"] == layers
     assert config["layer_ids_as_published"] == {"ids": [1, 5, 9], "meaning": meaning}
@@ -303,8 +299,7 @@ def test_settings(tmp_path: Path, head: Head, key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
-    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a
-    config denies."""
+    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a config denies."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
     inside = {f"{layer}.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
@@ -323,8 +318,7 @@ def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wider_target(tmp_path: Path, form: str) -> None:
-    """Guards against widths of the head where the target's are meant; then the head needs an
-    embedding of its own."""
+    """Guards against widths of the head where the target's are meant; then the head needs an embedding of its own."""
     table = {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 3 * 10)}
     wide = FORMS[form](target_hidden_size=10)
     assert read(tmp_path, wide, **table).config["target_hidden_size"] == 10
@@ -359,8 +353,7 @@ SHORT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embedd
     ],
 )
 def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
-    """Guards against a RoPE of another base or scaling than the head was trained with: it loads,
-    and accepts less."""
+    """Guards against a RoPE of another base or scaling than the head was trained with: it loads, and accepts less."""
     for head in (safeailab(**changes), specforge(**changes), vllm(**changes), speculators(layer=changes)):
         config = read(tmp_path, head).config
         assert config["rope_theta"] == theta
@@ -369,8 +362,7 @@ def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: An
 
 @pytest.mark.parametrize("form", FORMS)
 def test_buffers_and_a_prefix(tmp_path: Path, form: str) -> None:
-    """Guards files that hold RoPE's frequencies, and those saved from within a model: neither is part
-    of a head."""
+    """Guards files that hold RoPE's frequencies, and those saved from within a model: neither is part of a head."""
     config, held = FORMS[form]()
     saved = {name if name.startswith(("lm_head", "d2t", "t2d")) else f"model.{name}": x for name, x in held.items()}
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
@@ -504,8 +496,7 @@ def test_several_layers(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_faults_of_several_layers(tmp_path: Path, form: str) -> None:
-    """Guards against a head that runs without one of its layers, and against windows that a part of
-    the layers has."""
+    """Guards against a head that runs without one of its layers, and against windows that a part of the layers has."""
     config, held = deep(form)
     two, norm = deep(form, 2)[0], "layers.2.input_layernorm.weight"
     gap = {name: None for name in held if name.startswith("layers.1.")}
@@ -607,8 +598,7 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_net_may_leave_out_what_is_usual(tmp_path: Path) -> None:
-    """Guards against a writer that demands every key of a trainer, or takes an absent one for
-    something unusual."""
+    """Guards against a writer that demands every key of a trainer, or takes an absent one for something unusual."""
     first = read(tmp_path / "a", safeailab())
     usual = "target_hidden_size num_features layer_ids_as_published norm_before_fc fc_norm norm_before_residual carries"
     config = without(first.config, *usual.split(), "feature_layers", "head")

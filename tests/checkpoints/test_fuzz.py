@@ -106,9 +106,8 @@ def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.quick("eagle1-float16")
 @pytest.mark.parametrize("stored", ["float16", "int8"])
 def test_weights(head: Path, stored: str) -> None:
-    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each
-    safetensors file, in the header and behind it. A changed number cannot be noticed here (the
-    embedded head's checksum is another test)."""
+    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each safetensors file, in the
+    header and behind it. A changed number cannot be noticed here (the embedded head's checksum is another test)."""
     if stored == "int8":
         save_file(to_int8(load_file(head / "model.safetensors")), head / "model.safetensors")
     whole, rng = (head / "model.safetensors").read_bytes(), random.Random(18)

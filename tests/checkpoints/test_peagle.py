@@ -34,8 +34,7 @@ FORMS = {"flat": flat, "speculators": speculators}
 
 @pytest.mark.parametrize("form", FORMS)
 def test_both_forms(tmp_path: Path, form: str) -> None:
-    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back
-    the same."""
+    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back the same."""
     config, held = FORMS[form]()
     weights = read(tmp_path / "a", (config, held))
     assert weights.method == "peagle"
@@ -54,8 +53,7 @@ def test_both_forms(tmp_path: Path, form: str) -> None:
 
 
 def test_other_classes(tmp_path: Path) -> None:
-    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM
-    reads all of them."""
+    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM reads all of them."""
     for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
         ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
         head = flat(architectures=[name], eagle_config=ids, parallel_drafting=True)

@@ -136,8 +136,7 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
 
 
 class Spy(Drafter):
-    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that
-    may be accepted.
+    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that may be accepted.
 
     `waking`: only those of rows that have just read something. (With a window the others depend on
     how the text was cut into cycles.)
@@ -219,12 +218,11 @@ class Awake(Quiet):
 def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
     name: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or
-    forgets what was pending: the text stays right, the drafts become worse. Compared at every
-    position with drafts of a session that drafted at all of them; with 3 tokens that may wait at
-    most, rows read while asleep. A greedy text for every method; for every third also a drawn one;
-    for those whose drawn text is another one, by right, a second greedy one. Lookahead is left
-    out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
+    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or forgets what was
+    pending: the text stays right, the drafts become worse. Compared at every position with drafts of a session that
+    drafted at all of them; with 3 tokens that may wait at most, rows read while asleep. A greedy text for every method;
+    for every third also a drawn one; for those whose drawn text is another one, by right, a second greedy one.
+    Lookahead is left out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
     compared, behind, foretold = [0, 0], 0, 0
     first, second, drawn = (Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)
     texts = [first, second] if name in DRAWN else turn(name, CASES, ([first, drawn], [first], [first]))
@@ -257,9 +255,8 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
 def test_a_prompt_waits_while_all_sleep(
     waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too
-    long to wait is lost. The prompt has 6 tokens; the session drafts first in the cycle after
-    eleven plain ones."""
+    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too long to wait is lost.
+    The prompt has 6 tokens; the session drafts first in the cycle after eleven plain ones."""
     monkeypatch.setattr(_sleep, "MAX_STORED_TOKENS", waiting)
     drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
     session = drafter.open(1)
@@ -298,8 +295,7 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
 
 
 class SmallerTrees(Quiet):
-    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last
-    `plain` tokens."""
+    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last `plain` tokens."""
 
     def __init__(self, largest: TreeSize, length: int, plain: int) -> None:
         self.largest, self.awake_length = largest, length - plain
@@ -381,8 +377,7 @@ class Turns(Quiet):
 
 
 class Checked(Drafter):
-    """suffix, whose every draft must be that of an automaton which reads the row's text from its
-    beginning."""
+    """suffix, whose every draft must be that of an automaton which reads the row's text from its beginning."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

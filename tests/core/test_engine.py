@@ -35,8 +35,7 @@ def oracle(target: Target, answer: list[int]) -> Oracle:
 
 
 def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
-    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the
-    answer, exactly."""
+    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the answer, exactly."""
     tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, 40)])
     assert tokens == [answer]
     assert [s.prefill for s in steps] == [True] + [False] * (len(steps) - 1)
@@ -48,8 +47,7 @@ def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
 
 
 def test_length_is_cut_exactly(oracle: Oracle, answer: list[int]) -> None:
-    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not
-    counted as drafted."""
+    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not counted as drafted."""
     for cut in range(1, 14):
         tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, cut)])
         assert tokens == [answer[:cut]]
@@ -71,8 +69,7 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
 
 @pytest.mark.slow
 def test_rows_join_and_leave_between_cycles(target: Target) -> None:
-    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay
-    with their rows."""
+    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
     method = drafters.find("eagle2").random(target, seed=2)
     requests = [Request(tuple(range(3 + 4 * i, 12 + 7 * i)), 10 + i, Sampling(0.9 * (i % 2), seed=i)) for i in range(6)]
     alone = [run(Decoder(target, method), [r])[0][0] for r in requests]
@@ -148,8 +145,7 @@ def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
 
 
 def test_own_penalty_equals_generate(target: Target) -> None:
-    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not
-    its cousins."""
+    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
     ids = torch.tensor([PROMPT])
     theirs = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,

@@ -141,9 +141,8 @@ def check_isolation(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
-    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of
-    the row would fail as well. Once in a cycle, once in the prompt; one of them with texts that are
-    kept, by turns from method to method."""
+    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of the row would fail as
+    well. Once in a cycle, once in the prompt; one of them with texts that are kept, by turns from method to method."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = wished((5, 6, 7), 12, processors=(forced(POISON, 5),))

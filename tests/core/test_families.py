@@ -1,8 +1,7 @@
 """Every fact that `describe` returns about a family is checked by a forward of the model itself.
 
-B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window
-moves logits by 0.01 and more, a hundred times the tolerance; differences in float32 rounding stay
-below 1e-5.
+B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window moves logits by 0.01
+and more, a hundred times the tolerance; differences in float32 rounding stay below 1e-5.
 """
 
 from __future__ import annotations
@@ -160,8 +159,7 @@ class TestServed:
 
     @pytest.mark.quick("phi3")
     def test_tree(self, name: str) -> None:
-        """Positions or masks of a tree that the model does not follow, the window across the fork
-        included."""
+        """Positions or masks of a tree that the model does not follow, the window across the fork included."""
         assert tree_gap(*served(name)) < 1e-4
 
 
@@ -190,8 +188,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_facts(name: str) -> None:
-    """The zoo must keep exercising every fact: a release that drops an option silently would leave
-    its test empty."""
+    """The zoo must keep exercising every fact: a release that drops an option silently would leave its test empty."""
     _, family = served(name)
     plain = {"mask_kinds": (), "window": None, "chunk": None, "shares_keys": False, "softcap": None}
     plain |= {"logit_scale": 1.0, "embed_scale": 1.0}
@@ -225,8 +222,7 @@ LLAMA4 = {"layer_types": ["chunked_attention", "full_attention"] * 2, "interleav
 
 
 def test_context_of_queries_that_are_scaled_by_slots() -> None:
-    """Llama 4 scales the queries of layers without RoPE from position `floor_scale` - 1 on, by slot
-    numbers."""
+    """Llama 4 scales the queries of layers without RoPE from position `floor_scale` - 1 on, by slot numbers."""
     family = describe(zoo.tiny("llama4_text", floor_scale=100, intermediate_size_mlp=40, **LLAMA4))
     assert (family.context, "slot numbers" in family.context_reason) == (99, True)
 
@@ -251,8 +247,7 @@ def test_describe_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.SWITCHING)
 @torch.no_grad()
 def test_context_ends_at_the_switch(name: str) -> None:
-    """Up to `context` positions early tokens keep their frequencies; one more position and all of
-    them change."""
+    """Up to `context` positions early tokens keep their frequencies; one more position and all of them change."""
     model, family = served(name)
     ids = tokens(1, zoo.SWITCH + 1)
     short, fits, over = (
@@ -320,8 +315,7 @@ def test_unknown_kind_of_layer_is_refused() -> None:
 
 
 def test_language_model_inside_a_multimodal_one() -> None:
-    """The 4B and larger Gemma 3 checkpoints load as image-and-text models, with the decoder one
-    level deeper."""
+    """The 4B and larger Gemma 3 checkpoints load as image-and-text models, with the decoder one level deeper."""
     text = zoo.FAMILIES["gemma3"]().config.to_dict()
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": zoo.LAYERS, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}

@@ -1,10 +1,9 @@
 """Targets with recurrent or convolutional state: every family of them, every method, prompts in
 chunks, kept texts, and laws.
 
-Plain decoding is here the model's own: one token after another with transformers' cache. Some of
-these models (Zamba 2, Nemotron-H) give logits that differ by 1e-3 when they read many tokens at
-once, so full forwards would be another target. Prompts are read in one piece there, and here in
-chunks too.
+Plain decoding is here the model's own: one token after another with transformers' cache. Some of these models (Zamba 2,
+Nemotron-H) give logits that differ by 1e-3 when they read many tokens at once, so full forwards would be another
+target. Prompts are read in one piece there, and here in chunks too.
 """
 
 from __future__ import annotations
@@ -249,8 +248,7 @@ def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> Non
 
 
 def test_tree_levels() -> None:
-    """Parents come from the mask, in trees of different shapes side by side, and for nodes behind
-    earlier ones."""
+    """Parents come from the mask, in trees of different shapes side by side, and for nodes behind earlier ones."""
     trees = Tree.build(torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 0]]), 3)
     levels = tree_levels(trees.depth_BN, trees.mask_BNN)
     every = [(r, n, p) for r, row in enumerate(trees.parents_BN.tolist()) for n, p in enumerate(row)]

@@ -1,18 +1,15 @@
-"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that
-accepts drafts.
+"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that accepts drafts.
 
-The law of one token says nothing about a random number that two cycles read: each token alone has
-the right law, but the tokens are not as independent as they should be. So 40,000 rows, one seed
-each, decode five tokens, and the counts of all 243 texts are compared with the exact probabilities
-by a chi-square test. Target and draft are tables of logits that depend on the last two tokens; the
-trees are grown by the shipped `grow_static` and `grow_dynamic` and verified by the shipped
-`verify`.
+The law of one token says nothing about a random number that two cycles read: each token alone has the right law, but
+the tokens are not as independent as they should be. So 40,000 rows, one seed each, decode five tokens, and the counts
+of all 243 texts are compared with the exact probabilities by a chi-square test. Target and draft are tables of logits
+that depend on the last two tokens; the trees are grown by the shipped `grow_static` and `grow_dynamic` and verified by
+the shipped `verify`.
 
-Power: each rule is also run with noise of which every number serves two positions. The law of each
-token alone stays right, and the test must reject all of these (z > 20 with 10,000 rows; measured:
-85 and more). Block verification is also run with the keys that it had until this test existed, by
-absolute position: z = 69, and 26 where blocks and trees alternate. False alarms: seeds are fixed,
-so none; with other seeds z > 4 has odds of about 1 in 10,000 for each rule.
+Power: each rule is also run with noise of which every number serves two positions. The law of each token alone stays
+right, and the test must reject all of these (z > 20 with 10,000 rows; measured: 85 and more). Block verification is
+also run with the keys that it had until this test existed, by absolute position: z = 69, and 26 where blocks and trees
+alternate. False alarms: seeds are fixed, so none; with other seeds z > 4 has odds of about 1 in 10,000 for each rule.
 
 Letters: B rows, N nodes, S states (the last two tokens), V vocabulary, T tokens, X texts.
 """
@@ -152,8 +149,7 @@ class ByAbsolutePosition(GumbelNoise):
 
 
 def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
-    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at
-    position 1."""
+    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at position 1."""
     rows_B = torch.arange(len(noise.seed_B))
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
@@ -210,9 +206,8 @@ def noise_of(kind: type[GumbelNoise], rows: int = ROWS) -> GumbelNoise:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:
-    """Guards the keys of every random number that verification and drafting read: block
-    verification once read the numbers of refused prefixes again in the next cycle, and one text had
-    probability 0.036 instead of 0.026."""
+    """Guards the keys of every random number that verification and drafting read: block verification once read the
+    numbers of refused prefixes again in the next cycle, and one text had probability 0.036 instead of 0.026."""
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 

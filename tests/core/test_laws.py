@@ -1,7 +1,6 @@
 """Laws that depend on the text before a token: presence and frequency penalty, logit bias, min_tokens.
 
-Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared
-with itself.
+Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared with itself.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def test_every_method_keeps_the_laws(name: str, kernels: bool) -> None:
 
 @pytest.mark.slow
 def test_deep_paths_keep_the_laws() -> None:
-    """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are
-    counted."""
+    """Guards penalties below the root: an oracle's long paths are accepted, with ancestors that are counted."""
     oracle = Oracle(target(False), {r.prompt: a for r, a in answered()}, nodes=16, depth=6)
     tokens, steps = run(Decoder(oracle.target, oracle, 3), [request for request, _ in answered()])
     assert tokens == [answer for _, answer in answered()]

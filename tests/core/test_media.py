@@ -67,8 +67,7 @@ def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.quick("llava")
 def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
-    """Guards positions, masks and keys behind images, and a shift of positions that an earlier
-    prompt leaves behind."""
+    """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
     llm = eyas.load(target.model, method="vanilla", tokenizer=False)
     first, several = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
     prompts = [first, text_alone(0), several, prompt_with_image(kind, 2, before=0)]

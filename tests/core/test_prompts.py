@@ -112,9 +112,8 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("vanilla", "rest", "eagle2 by chance")])
 def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
-    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two
-    chunks. The first drafts of a row whose prompt was read beside running rows are those of a
-    prompt that was read at once."""
+    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two chunks. The first
+    drafts of a row whose prompt was read beside running rows are those of a prompt that was read at once."""
     drafter, prompt = right_now_and_then(name, target), tuple(range(30, 71))
     first = []
     for budget in (None, 6):
@@ -143,10 +142,9 @@ def shared_prompts(target: Target) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:
-    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter
-    disagree about how many; a row that is copied from is disturbed; what a row held before stays in
-    a text index. Every method has one of the budgets; those that draw their children have whole
-    prompts too."""
+    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how
+    many; a row that is copied from is disturbed; what a row held before stays in a text index. Every method has one of
+    the budgets; those that draw their children have whole prompts too."""
     requests = shared_prompts(target)
     for budget, rows, seed in settings_of(name, (None, 3, 1), (9, 3, 2), (16, 2, 3)):
         tokens, steps = decode(
@@ -231,8 +229,7 @@ def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
 
 @pytest.mark.slow
 def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
-    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short
-    ones keep coming."""
+    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short ones keep coming."""
     decoder, budget = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8), 8
     long, waits = decoder.add(Request(tuple(range(160)), 1)), list[int]()
     decoder.step()
@@ -325,8 +322,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> 
 
 
 def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
-    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer
-    begins late."""
+    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer begins late."""
     Clock.token, Clock.cycle = 0.001, 0.02
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
     decoder.add(Request(tuple(range(100)), 100))

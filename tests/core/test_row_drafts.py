@@ -162,9 +162,8 @@ def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
 
 @pytest.mark.slow
 def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
-    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came
-    meanwhile. While it sleeps, cycles are labelled, and afterwards it drafts as if it had never
-    slept (tests/core/test_dormant.py)."""
+    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came meanwhile. While it
+    sleeps, cycles are labelled, and afterwards it drafts as if it had never slept (tests/core/test_dormant.py)."""
     request = Request(PROMPTS[2], 60)
     answer = plain(target, request)
     text = (*answer[:40], *reversed(answer[40:]))
@@ -188,8 +187,7 @@ def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
 
 
 def test_a_prediction_is_followed() -> None:
-    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or
-    more than there is."""
+    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or more than there is."""
     text = list(range(100, 160))
     prediction = Prediction(text, 16)
     assert follow(prediction, []) == [text[:8]]
@@ -200,9 +198,8 @@ def test_a_prediction_is_followed() -> None:
 
 
 def test_a_prediction_finds_its_place_again() -> None:
-    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it
-    does not. A token in the place of another, an insertion, a deletion, a repetition whose nearest
-    place is meant."""
+    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it does not. A token in
+    the place of another, an insertion, a deletion, a repetition whose nearest place is meant."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 11, 12, 13, 14]
     assert follow(Prediction(text, 16), [1, 2, 99]) == [[4, 5, 6, 7], [3, 4, 5, 6]]
     assert follow(Prediction(text, 16), [1, 2, 99, 4]) == [[5, 6, 7, 8]], "the nearer 4"
@@ -246,9 +243,8 @@ def test_the_most_probable_nodes_are_kept() -> None:
 
 
 def test_sampled_nodes_are_kept_by_their_place() -> None:
-    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens,
-    scores and candidates keep the same nodes: parents before children, siblings in the order of
-    their draws."""
+    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens, scores and candidates
+    keep the same nodes: parents before children, siblings in the order of their draws."""
     parents, generator = torch.tensor([[-1, 0, 0, 1, 1, 2]]), torch.Generator().manual_seed(0)
     for most in range(7):
         found = set()

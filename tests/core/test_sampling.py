@@ -71,8 +71,7 @@ COMBINED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", [*SINGLE, *COMBINED], ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
 def test_scores_are_those_of_transformers(options: dict[str, Any]) -> None:
-    """Guards each processor and their order, ties and extreme values included: equal bit for bit.
-    Deterministic."""
+    """Guards each processor and their order, ties and extreme values included: equal bit for bit. Deterministic."""
     sampling = Sampling(**options)
     for seed in range(3):
         logits_NV, ids_NT, seen_NV = cases(seed)
@@ -106,8 +105,7 @@ def test_scores_are_those_of_generate() -> None:
 
 @pytest.mark.parametrize("options", [SINGLE[9], SINGLE[16], COMBINED[-1]])
 def test_a_node_is_processed_alone(options: dict[str, Any]) -> None:
-    """Guards that a node's law does not depend on the tree around it, not even how ties are broken.
-    Deterministic."""
+    """Guards that a node's law does not depend on the tree around it, not even how ties are broken. Deterministic."""
     sampling = Sampling(**options)
     logits_NV, _, seen_NV = cases(7)
     together_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV))
@@ -177,8 +175,7 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_impossible_values_are_refused_by_name(name: str, value: object) -> None:
-    """Guards the user's own numbers: NaN passes every `<`, and a bool every isinstance of int.
-    Deterministic."""
+    """Guards the user's own numbers: NaN passes every `<`, and a bool every isinstance of int. Deterministic."""
     with pytest.raises(OptionError, match=rf"^{name} must be .*got {str(value).replace('.', '[.]')}"):
         Sampling(**{name: value})
 
@@ -196,8 +193,7 @@ def mix(x: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, index: int) -> float:
-    """Computes the uniform number at (seed, stream, position, index) as the docstring of `sampling`
-    defines it."""
+    """Computes the uniform number at (seed, stream, position, index) as the docstring of `sampling` defines it."""
     golden = 0x9E3779B97F4A7C15
     key = mix(mix(seed + golden & WORD) + stream & WORD)
     key = mix(key + (position + 1) * golden & WORD)
@@ -331,9 +327,8 @@ def test_neighbours_are_independent(kind: str) -> None:
     """Guards small seeds 0, 1, 2, ..., neighbouring positions and tokens, and streams of one row
     against any dependence of pairs.
 
-    Correlation of 64,000 pairs (false alarm 4e-8) and a 16 x 16 contingency table (chi-square,
-    1e-6), which also sees dependence without correlation. Power: correlations of 0.033 are found
-    with more than 99 %.
+    Correlation of 64,000 pairs (false alarm 4e-8) and a 16 x 16 contingency table (chi-square, 1e-6), which also sees
+    dependence without correlation. Power: correlations of 0.033 are found with more than 99 %.
     """
     position_BN = torch.arange(41).expand(41, 41)
     grid = torch.stack(

@@ -118,8 +118,7 @@ def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
 
 
 def test_caches_hold_the_same() -> None:
-    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on
-    one device."""
+    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on one device."""
     layout: Layout = ((2, 4, 4), (2, 4, 4), None, (1, 6, 4), (2, 4, 4), (1, 6, 4))
     places = (FIRST, SECOND, None, FIRST, SECOND, SECOND)
     with two_gpus():
@@ -226,8 +225,7 @@ class Hook:
 
 
 def test_what_stays_refused() -> None:
-    """Layers on two devices without a hook that brings the logits back, layers in parts, and
-    weights without values."""
+    """Layers on two devices without a hook that brings the logits back, layers in parts, and weights without values."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for place, module in enumerate(model):
         module._hf_hook = Hook(place)  # type: ignore[assignment]

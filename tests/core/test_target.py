@@ -51,8 +51,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_prefill_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut,
-    windows included."""
+    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut, windows included."""
     target, prompt = Target(zoo.FAMILIES[family]()), ids(50)
     found = []
     for chunk in (512, 7, 1):
@@ -128,8 +127,7 @@ def test_what_is_picked() -> None:
 
 
 def test_fingerprint() -> None:
-    """Guards the warning about a head of another target: other weights, other name; same weights,
-    same name."""
+    """Guards the warning about a head of another target: other weights, other name; same weights, same name."""
     a, b = zoo.FAMILIES["llama"](), zoo.FAMILIES["llama"]()
     assert fingerprint(Target(a)) == fingerprint(Target(b))
     head = b.lm_head.weight
@@ -141,8 +139,7 @@ def test_fingerprint() -> None:
 
 
 def test_cache_commit_and_growth() -> None:
-    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps
-    what is stored."""
+    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps what is stored."""
     cache = KVCache(((2, 4, 4),), 2, torch.float32, torch.device("cpu"))
     length_B = torch.tensor([3, 5])
     keys = torch.arange(2 * 6).view(2, 1, 6, 1).expand(2, 2, 6, 4).float()

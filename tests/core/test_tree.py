@@ -23,8 +23,7 @@ def ancestors(parents: list[int], node: int) -> list[int]:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
-    """Parents of up to 3 trees with one number of nodes; children may come in any order after their
-    parent."""
+    """Parents of up to 3 trees with one number of nodes; children may come in any order after their parent."""
     nodes = draw(st.integers(1, 12))
     return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
 

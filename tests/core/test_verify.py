@@ -1,14 +1,12 @@
 """Verification is exact: by enumeration of every draw, through the shipped code.
 
-The law of the first tokens, summed over everything that chance can do in a cycle (the draft's
-draws, the accept tests, the target's draws) and over cycles that follow each other, must be the
-target's own. Nothing here is sampled except in the tests that say so; the only error is that of
-float32, which the shipped code computes laws in.
+The law of the first tokens, summed over everything that chance can do in a cycle (the draft's draws, the accept tests,
+the target's draws) and over cycles that follow each other, must be the target's own. Nothing here is sampled except in
+the tests that say so; the only error is that of float32, which the shipped code computes laws in.
 
-Targets and drafters are a World: tables of random laws that differ after every prefix. Prefixes are
-numbered like a heap: the empty one is 0, prefix i followed by token t is i * V + t + 1.
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, I prefixes, W starting
-prefixes, D depth of the tree.
+Targets and drafters are a World: tables of random laws that differ after every prefix. Prefixes are numbered like a
+heap: the empty one is 0, prefix i followed by token t is i * V + t + 1. Letters: B rows, N nodes, P nodes on the
+longest path, V vocabulary, I prefixes, W starting prefixes, D depth of the tree.
 """
 
 from __future__ import annotations
@@ -84,8 +82,7 @@ def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
 
 
 class ToyModels:
-    """Laws of a target and of a drafter after every prefix of up to `longest` tokens, both
-    processed by `sampling`."""
+    """Laws of a target and of a drafter after every prefix of up to `longest` tokens, both processed by `sampling`."""
 
     def __init__(self, vocab: int, longest: int, q: str = "near", sampling: Sampling = ONE, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -197,10 +194,9 @@ class Recorded(Tensor):
 class Script(GumbelNoise):
     """Noise that is written down beforehand, and that checks where it is asked for.
 
-    target_BPV: noise of the position after depth 0, 1, ...; draft_BNV: the draft's noise at each
-    node; answer_BC: the answers of the accept tests, by call. `weight_B` becomes the chance of
-    those answers: every (position, sibling) has one uniform number, whose interval is narrowed from
-    call to call.
+    target_BPV: noise of the position after depth 0, 1, ...; draft_BNV: the draft's noise at each node; answer_BC: the
+    answers of the accept tests, by call. `weight_B` becomes the chance of those answers: every (position, sibling) has
+    one uniform number, whose interval is narrowed from call to call.
     """
 
     def __init__(
@@ -636,9 +632,8 @@ def accepted_by(world: ToyModels, block: bool) -> float:
 
 
 def test_blocks_accept_more() -> None:
-    """Guards what blocks are for: the paper's example (section 2: p = 1/3, 2/3 and q = 2/3, 1/3
-    everywhere) gives 11/9 tokens instead of 10/9, and no world gives fewer. Enumeration: no
-    odds."""
+    """Guards what blocks are for: the paper's example (section 2: p = 1/3, 2/3 and q = 2/3, 1/3 everywhere) gives 11/9
+    tokens instead of 10/9, and no world gives fewer. Enumeration: no odds."""
     world = ToyModels(2, 3)
     world.p_logits_IV, world.q_logits_IV = (
         torch.tensor(probs).log().expand(len(world.p_IV), 2) for probs in ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
@@ -694,9 +689,8 @@ def test_a_block_against_a_slow_one() -> None:
 
 
 def test_a_block_ends_at_what_is_no_candidate() -> None:
-    """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the
-    bonus has the law of a chain of that length; greedy rows are verified as a deterministic tree.
-    Deterministic."""
+    """Guards rows whose chain is shorter than the batch's: nothing beyond is accepted, and the bonus has the law of a
+    chain of that length; greedy rows are verified as a deterministic tree. Deterministic."""
     world, kinds = ToyModels(4, 5), [ONE, ONE, Sampling()]
     start_B, root_B = torch.tensor([1, 1, 2]), torch.tensor([5, 5, 6])
     noise = GumbelNoise.from_sampling(kinds)
@@ -1041,8 +1035,7 @@ def test_no_residual_mass() -> None:
 
 
 def test_greedy_rows_in_a_drawn_batch() -> None:
-    """Guards rows at temperature 0 beside sampled ones: argmax all the way, whatever their q.
-    Deterministic."""
+    """Guards rows at temperature 0 beside sampled ones: argmax all the way, whatever their q. Deterministic."""
     scores_BNV = torch.zeros(2, 3, 4).scatter(2, torch.tensor([[[3], [0], [2]]] * 2), 1.0)
     for q_BNV in (torch.full((2, 3, 4), 0.25), torch.zeros(2, 3, 4), torch.full((2, 3, 4), math.nan)):
         draft = Draft(Tree.build(torch.tensor([[-1, 0, 0]] * 2), 1), torch.tensor([[1, 1, 3]] * 2), None, q_BNV)
@@ -1116,7 +1109,6 @@ def test_golden_sampling_verification() -> None:
 
 
 def test_law_is_what_verify_draws_from() -> None:
-    """Guards that drafts and verification mean the same by a law: `sampling.probs` of the scores.
-    Deterministic."""
+    """Guards that drafts and verification mean the same by a law: `sampling.probs` of the scores. Deterministic."""
     world = ToyModels(4, 2)
     torch.testing.assert_close(probs(world.scores_IV, greedy=False).double(), world.p_IV, rtol=0, atol=1e-6)

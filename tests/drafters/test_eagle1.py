@@ -109,8 +109,7 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_the_loss(target: Target, inputs: str) -> None:
-    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that
-    of a plain loop."""
+    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that of a plain loop."""
     drafter, batch, total = (
         make("eagle1", target, **{"head.inputs": inputs}),
         heads.batch_of(target, target.num_layers),
@@ -199,8 +198,7 @@ def test_what_is_published(tmp_path: Path, target: Target) -> None:
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])
 def test_unknown_inputs_are_refused(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards against a head of a later version, or a misspelt one, that would be read as another;
-    in one line."""
+    """Guards against a head of a later version, or a misspelt one, that would be read as another; in one line."""
     checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["eyas"]["inputs"] = inputs + "s"

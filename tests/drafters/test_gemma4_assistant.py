@@ -99,9 +99,8 @@ def loaded(target: Target, folder: Path) -> gemma4_assistant.Method:
     ids=["whole head", "clusters", "unified"],
 )
 def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size,
-    uncommitted slots seen, angles of another position, the second step reading the wrong hidden,
-    clusters in another order."""
+    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size, uncommitted slots
+    seen, angles of another position, the second step reading the wrong hidden, clusters in another order."""
     target = Target(zoo.FAMILIES[family]() if family in zoo.FAMILIES else unified())
     model = theirs(target, **more)
     made = loaded(target, published(model, tmp_path))

@@ -1,5 +1,4 @@
-"""Parity with what the reference implementations computed (../shared/golden; skipped where that is
-absent)."""
+"""Parity with what the reference implementations computed (../shared/golden; skipped where that is absent)."""
 
 from __future__ import annotations
 
@@ -47,9 +46,8 @@ ALL = [(m, c) for m, f in FILES.items() for c in cases(f)]
 
 
 def duplicates_slots(case: dict[str, Any], context: int) -> bool:
-    """Whether the reference's window holds some slots twice in a cycle that begins with `context`
-    committed tokens: it trims as soon as the window is exceeded, to sink + window slots (facts,
-    section 8). Ours holds each once."""
+    """Whether the reference's window holds some slots twice in a cycle that begins with `context` committed tokens: it
+    trims as soon as the window is exceeded, to sink + window slots (facts, section 8). Ours holds each once."""
     return bool(case.get("enable_seagle")) and case["window_size"] < context < case["window_size"] + case["sink_size"]
 
 

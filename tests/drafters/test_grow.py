@@ -44,9 +44,8 @@ def in_other_words(net_steps: DraftNetSteps, ids_v: Tensor) -> DraftNetSteps:
 @pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
-    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best
-    chain is what will be drawn, to its end. 32 seeds at different positions; near-ties within
-    float32: odds 1e-5."""
+    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will
+    be drawn, to its end. 32 seeds at different positions; near-ties within float32: odds 1e-5."""
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
     noise = GumbelNoise.from_sampling(kinds)
@@ -125,9 +124,8 @@ def slow_world() -> ToyModels:
     [pytest.param(*way, marks=[pytest.mark.slow] if number % 2 else []) for number, way in enumerate(HALF)],
 )
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, temperature: float) -> None:
-    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes,
-    parents, tokens, padding. Odds of a near-tie that float32 sums in another order: 1e-4,
-    seeded."""
+    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens,
+    padding. Odds of a near-tie that float32 sums in another order: 1e-4, seeded."""
     world, shape = slow_world(), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
@@ -164,8 +162,7 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
 
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
-    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by.
-    Deterministic."""
+    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)

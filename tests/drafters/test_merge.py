@@ -48,9 +48,8 @@ def requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("second", ["suffix", "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("first", FIRST)
 def test_lossless(first: str, second: str) -> None:
-    """Guards the merged cycle: greedy and sampled rows of different ages get the ids of the plain
-    loop, also where the first method draws its tree (verified as a deterministic tree). All of them
-    in three rows, two of them in one."""
+    """Guards the merged cycle: greedy and sampled rows of different ages get the ids of the plain loop, also where the
+    first method draws its tree (verified as a deterministic tree). All of them in three rows, two of them in one."""
     if second != "suffix" and first not in ("eagle1", "eagle2"):
         pytest.skip("each second method beside two first ones, each first one beside suffix")
     target, asked = Target(zoo.FAMILIES["llama"]()), requests(5)
@@ -72,8 +71,7 @@ def test_other_targets_too() -> None:
 
 
 class Probe(Drafter):
-    """Guesses at random below a few nodes, some of them right, some scouts; its session checks what
-    it is handed."""
+    """Guesses at random below a few nodes, some of them right, some scouts; its session checks what it is handed."""
 
     def __init__(
         self, target: Target, layer: int, seed: int, answers: dict[tuple[int, ...], list[int]], remembers: int = 999

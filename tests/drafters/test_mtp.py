@@ -1,6 +1,5 @@
-"""mtp: the module in a target's published checkpoint is the one that transformers computes, and
-drafts by it are verified; a module that
-eyas trains learns what it reads while drafting, and comes back from its folder."""
+"""mtp: the module in a target's published checkpoint is the one that transformers computes, and drafts by it are
+verified; a module that eyas trains learns what it reads while drafting, and comes back from its folder."""
 
 from __future__ import annotations
 
@@ -151,9 +150,8 @@ def target_of(family: str) -> Target:
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_steps_of_training_are_those_of_drafting(family: str) -> None:
-    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to
-    it and the steps behind it are one causal text, each step of which reads the output of the one
-    before."""
+    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to it and the steps
+    behind it are one causal text, each step of which reads the output of the one before."""
     target = target_of(family)
     drafter, steps, lengths, rows_M = mtp.Method.random(target, seed=4), 3, (7, 6), torch.tensor([0, 2, 4, 8, 9])
     ids_N = torch.randint(target.vocab_size, (13,), generator=torch.Generator().manual_seed(1))
@@ -174,8 +172,7 @@ def test_steps_of_training_are_those_of_drafting(family: str) -> None:
 
 
 def test_loss_is_the_cross_entropy_of_every_step() -> None:
-    """Guards which token a step is compared with, what counts, and the weights of steps, against a
-    plain loop."""
+    """Guards which token a step is compared with, what counts, and the weights of steps, against a plain loop."""
     target = target_of("llama")
     drafter = mtp.Method.random(target, build_options(mtp.Options, {"ttt.steps": 3, "ttt.decay": 0.5}), seed=2)
     batch = heads.batch_of(target, target.num_layers)
@@ -282,8 +279,7 @@ def test_layers_that_are_not_ours() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama4", "jamba"])
 def test_families_without_modules(family: str) -> None:
-    """Bug: training a module for a target whose layers transformers makes no module of ends in a
-    traceback."""
+    """Bug: training a module for a target whose layers transformers makes no module of ends in a traceback."""
     with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
         mtp.Method.init_for_training(target_of(family))
 

@@ -85,9 +85,8 @@ def test_lookup_is_a_search_through_the_text(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_the_automaton_knows_every_substring(text: list[int]) -> None:
-    """Guards construction: every substring leads to a state that knows how often and where last it
-    occurred and what followed it, no other string leads anywhere, and the link of the whole text is
-    its longest earlier match."""
+    """Guards construction: every substring leads to a state that knows how often and where last it occurred and what
+    followed it, no other string leads anywhere, and the link of the whole text is its longest earlier match."""
     index = SuffixAutomaton(SuffixOptions())
     learnt(index, text)
     for begin in range(len(text)):
@@ -107,9 +106,8 @@ def test_the_automaton_knows_every_substring(text: list[int]) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))
 def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, depth: int, branch: int) -> None:
-    """Guards the best-first net_steps: the sizes asked for, distinct siblings whose probabilities sum
-    to at most 1, the most probable paths first, and nothing but what followed some end of text and
-    path."""
+    """Guards the best-first net_steps: the sizes asked for, distinct siblings whose probabilities sum to at most 1, the
+    most probable paths first, and nothing but what followed some end of text and path."""
     guesses = learnt(SuffixAutomaton(SuffixOptions(nodes, depth, branch)), text).guesses()
     assert len(guesses) <= nodes - 1
     joint = [0.0]
@@ -142,8 +140,7 @@ def test_longer_matches_propose_longer_continuations() -> None:
 
 
 def test_shorter_matches_say_what_longer_ones_do_not() -> None:
-    """Guards the escape: what followed the longest match first, then what only followed shorter
-    ones. Deterministic."""
+    """Guards the escape: what followed the longest match first, then what only followed shorter ones. Deterministic."""
     text = [1, 2, 3, 9, 8, 2, 4, 9, 7, 2, 4, 5, 1, 2]
     guesses = [guess for guess in learnt(SuffixAutomaton(SuffixOptions()), text).guesses() if guess.parent == 0]
     assert [guess.token for guess in guesses] == [3, 4]
@@ -198,9 +195,8 @@ def check_texts(decoder: Decoder) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("law", [Sampling(), Sampling(0.6, top_k=8, seed=1)])
 def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
-    """Guards the whole cycle where it matters: texts that repeat themselves, in rows that join and
-    leave; the same ids as the plain loop, every index holding its row's text and no other; trees of
-    a few sizes only."""
+    """Guards the whole cycle where it matters: texts that repeat themselves, in rows that join and leave; the same ids
+    as the plain loop, every index holding its row's text and no other; trees of a few sizes only."""
     target, dice, kind = Target(zoo.FAMILIES["llama"]()), random.Random(2), drafters.find(name)
     phrase = [dice.randrange(zoo.VOCAB) for _ in range(6)]
     requests = [Request(tuple([*phrase, i] * (2 + i)), 60 - 7 * i, law) for i in range(4)]
@@ -219,9 +215,8 @@ def test_lossless_where_drafts_are_accepted(name: str, law: Sampling) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_chat_keeps_what_is_equal(name: str) -> None:
-    """Guards `truncate`: the next prompt goes on after, before or within what the row holds, or has
-    nothing to do with it; the index holds exactly the row's text, and the answers are those of the
-    plain loop."""
+    """Guards `truncate`: the next prompt goes on after, before or within what the row holds, or has nothing to do with
+    it; the index holds exactly the row's text, and the answers are those of the plain loop."""
     target = Target(zoo.FAMILIES["llama"]())
     decoder = Decoder(target, drafters.find(name)(target), rows=1, reuse=True)
     first = (3, 5, 7, 3, 5, 7, 9)
@@ -271,8 +266,7 @@ def test_bad_options(name: str, options: dict[str, object], message: str) -> Non
 
 @pytest.mark.parametrize(("counts", "nodes"), [((0, 0), 1), ((1, 0), 2), ((3, 4), 5), ((5, 0), 7), ((6, 6), 7)])
 def test_a_tree_is_no_larger_than_its_guesses_need(counts: tuple[int, int], nodes: int) -> None:
-    """Guards the price of a cycle that has little to propose: few sizes of trees, one node when
-    there is nothing."""
+    """Guards the price of a cycle that has little to propose: few sizes of trees, one node when there is nothing."""
     guesses = [[Guess(0, 5 + i, 0.0) for i in range(count)] for count in counts]
     draft = TextSession(2, lambda: None, 7, 3, scored=True)._draft([1, 2], guesses, torch.tensor([1, 2]))  # type: ignore[arg-type,return-value]
     assert draft.tree.nodes == nodes

@@ -1,5 +1,4 @@
-"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is
-loaded and trained."""
+"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is loaded and trained."""
 
 from __future__ import annotations
 
@@ -160,9 +159,8 @@ def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 10), (10, 0)])
 def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
-    """Guards matrices that are padded to different sizes, either way: what only one of the two has
-    is not drafted, and is read without an index error; ids stay those of the target, sampled
-    too."""
+    """Guards matrices that are padded to different sizes, either way: what only one of the two has is not drafted, and
+    is read without an index error; ids stay those of the target, sampled too."""
     target = load_target(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
     draft = folder_of(tmp_path / "draft", VOCAB + theirs, byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
@@ -285,8 +283,7 @@ def batch(target: Target) -> Batch:
 
 
 def test_the_loss_is_the_plain_formula(target: Target) -> None:
-    """Guards packing and shifting: against documents one by one, with the logits of both models'
-    own forwards."""
+    """Guards packing and shifting: against documents one by one, with the logits of both models' own forwards."""
     drafter, given = make(target), batch(target)
     expected, count = 0.0, 0
     for ids, counted in zip(given.tokens_N.split([9, 4, 6]), given.counted_N.split([9, 4, 6]), strict=True):

@@ -1,5 +1,4 @@
-"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing
-grows with the text."""
+"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def trees(drafter: Drafter, request: Request) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
-    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other
-    trees in one of 6."""
+    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
     plain, request = make(target, method), Request(prompt(14), 16)
     wide, narrow = (make(target, method, **{"window.size": size}) for size in (40, 6))
     assert trees(wide, request) == trees(plain, request)
@@ -135,8 +133,7 @@ def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None
 
 @pytest.mark.slow
 def test_a_chat_goes_on_within_the_window(target: Target) -> None:
-    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay
-    those of the target."""
+    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
     drafter = make(target, **{"window.size": 9, "window.sink": 2})
     decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
     for turn in range(4):
@@ -214,8 +211,7 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
 
 
 def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's
-    catching up."""
+    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
     drafter = make(target, **{"window.size": 10, "window.sink": 2})
     seen: list[int] = []
     forward = drafter.net.forward

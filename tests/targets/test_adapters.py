@@ -119,8 +119,7 @@ def test_merged(kind: str, folders: dict[str, str]) -> None:
 
 
 def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> None:
-    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever
-    reads `weight`."""
+    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever reads `weight`."""
     wide = zoo.tiny("llama", hidden_size=64, intermediate_size=96, head_dim=16)
     # adds zero: the numbers alone show nothing
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)
@@ -187,9 +186,8 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
 def test_an_adapter_on_other_weights_than_the_fingerprints(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that
-    was trained with it was said to be the base model's, and features of the base model passed for
-    those of the merged one."""
+    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it
+    was said to be the base model's, and features of the base model passed for those of the merged one."""
     for module in ("fingerprints", "adapters"):
         monkeypatch.setattr(f"eyas.targets.{module}.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
     plain = Target(zoo.FAMILIES["llama"]())

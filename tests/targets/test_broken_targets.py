@@ -1,9 +1,8 @@
 """A target's folder with something wrong in it: eyas serves it or says in one line what is wrong;
 it never ends in a traceback.
 
-Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch
-and jinja2: 26 of 93. A mutant is a small model saved to a folder and one change of its files, drawn
-from a seed.
+Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch and jinja2: 26 of 93.
+A mutant is a small model saved to a folder and one change of its files, drawn from a seed.
 """
 
 from __future__ import annotations

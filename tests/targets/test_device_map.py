@@ -56,8 +56,7 @@ def spread(folder: Path, whole: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name != "self_speculative"])
 def test_text_is_the_whole_models(name: str, spread: PreTrainedModel, whole: PreTrainedModel) -> None:
-    """Four requests share three rows, greedy ones and sampled ones; a later prompt begins like an
-    earlier one."""
+    """Four requests share three rows, greedy ones and sampled ones; a later prompt begins like an earlier one."""
     target = Target(spread)
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=9, seed=4), Sampling())
     prompts = ((5, 9, 3), tuple(range(20, 43)), (7,), (*range(20, 40), 3, 4))

@@ -63,8 +63,7 @@ def test_the_chosen_passes_teach_most() -> None:
 
 
 def test_no_more_answers_than_questions() -> None:
-    """Bug: a plan counts on questions that are not there; with few of them the time goes into passes,
-    up to a limit."""
+    """Bug: a plan counts on questions that are not there; with few of them the time goes into passes, up to a limit."""
     made = plan(questions=100)
     assert made.answers == 100
     assert made.passes == MOST_PASSES

@@ -1,5 +1,4 @@
-"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by
-two processes."""
+"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by two processes."""
 
 from __future__ import annotations
 
@@ -85,9 +84,8 @@ def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) 
 
 @pytest.mark.exhaustive
 def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """The most frequent tokens that count, of the training examples; another head's stays when
-    training begins with it; and it belongs to the state, so that a resumed run finds the very
-    same."""
+    """The most frequent tokens that count, of the training examples; another head's stays when training begins with it;
+    and it belongs to the state, so that a resumed run finds the very same."""
     assert run(*command, "--head.draft-vocab", 8, "--steps", 2).exit_code == 0
     weights = checkpoints.load(tmp_path / "new")
     drafted = set(weights.tensors["draft_ids"].tolist())
@@ -106,9 +104,8 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
 
 @pytest.mark.exhaustive
 def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """A head that was trained with a sliding window sees whole examples here: published with its
-    window, it would be served otherwise than it was trained. And no flag of a window passes that
-    would do nothing."""
+    """A head that was trained with a sliding window sees whole examples here: published with its window, it would be
+    served otherwise than it was trained. And no flag of a window passes that would do nothing."""
     assert run(*command, "--steps", 2).exit_code == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     windowed = json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})

@@ -1,5 +1,4 @@
-"""The training-time test of eagle3: against the reference's numbers, against the definition, and
-its memory."""
+"""The training-time test of eagle3: against the reference's numbers, against the definition, and its memory."""
 
 from __future__ import annotations
 
@@ -37,9 +36,8 @@ PUBLISHED = {
 
 @needs_golden
 def test_the_seven_losses_and_gradients_of_the_reference() -> None:
-    """The reference's batch with its mask (position a of the ids, not of the predicted token), its
-    unmasked last column (a target of zero logits) and its normaliser (all positions): seven losses
-    to 1e-4, every gradient to 1e-4."""
+    """The reference's batch with its mask (position a of the ids, not of the predicted token), its unmasked last column
+    (a target of zero logits) and its normaliser (all positions): seven losses to 1e-4, every gradient to 1e-4."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle3"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     target = load_target(GOLDEN / "target_b", dtype="float32", device="cpu")

@@ -101,9 +101,8 @@ def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
 
 
 def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
-    """A reply that opens the conversation counts like the others. With prefixes it once did not,
-    without a word: a template may write a default system text before it, so the prompt of no
-    messages is no prefix."""
+    """A reply that opens the conversation counts like the others. With prefixes it once did not, without a word: a
+    template may write a default system text before it, so the prompt of no messages is no prefix."""
     messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
     replies = ["welcome<|im_end|>", "fine thanks<|im_end|>", "and more<|im_end|>"]
     for template in (CHATML, DEFAULT_SYSTEM, MARKED):
@@ -194,8 +193,7 @@ def _at(day: int) -> type[datetime]:
 
 
 def test_plain_text(tmp_path: Path) -> None:
-    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces;
-    everything counts."""
+    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces; everything counts."""
     tokenizer, digits = tokenizer_with(None), "0123456789" * 3
     lines = ["first one", "on two lines<|endoftext|>second", "<|endoftext|>", "<|endoftext|>", digits]
     data = read(write(tmp_path, *lines, name="a.txt"), tokenizer, heldout=0, max_length=23)
@@ -308,8 +306,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
-    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash:
-    deterministic)."""
+    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
     tokenizer = tokenizer_with(CHATML)
     lines = [{"messages": turns(f"question {i}", f"answer {i}")} for i in range(400)]
 

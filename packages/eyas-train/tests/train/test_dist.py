@@ -1,5 +1,4 @@
-"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever
-goes on."""
+"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever goes on."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def test_a_target_divided_among_processes(tmp_path: Path, alone: Any) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("alone", "fsdp"), ("fsdp", "alone"), ("ddp", "fsdp")])
 def test_another_number_of_processes_goes_on(tmp_path: Path, alone: Any, before: str, after: str) -> None:
-    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is
-    saved is whole."""
+    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is saved is whole."""
     for kind, stop in ((before, 3), (after, 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoints, "save", checkpoints.save)

@@ -212,8 +212,7 @@ def test_the_manifest(folder: Path, target: Target) -> None:
 
 
 def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
-    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out
-    examples."""
+    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out examples."""
     store = begun(tmp_path, target)
     write_features(store, target, [1, 4, 2, 3], 128)
     data = FeatureStore(tmp_path).data()
@@ -504,8 +503,7 @@ def test_differences_are_said(target: Target) -> None:
 
 
 def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
-    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show
-    as a loss of NaN."""
+    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show as a loss of NaN."""
     model = zoo.tiny("llama", num_hidden_layers=8)
     large = begun(tmp_path / "large", target, dtype="float16")
     with torch.no_grad():

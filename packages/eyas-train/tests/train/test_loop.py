@@ -164,8 +164,7 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 
 
 def test_figures_of_the_caller(tmp_path: Path) -> None:
-    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net
-    in eval mode."""
+    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net in eval mode."""
     modes = []
 
     def evaluate(drafter: Any) -> dict[str, float]:
@@ -179,8 +178,7 @@ def test_figures_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
-    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of
-    their union.
+    """Batches are weighted by their counted tokens: the gradient of two at once is the gradient of their union.
 
     All examples in one batch of 40 x 16 or in several: the same first update up to rounding."""
     torch.manual_seed(0)
@@ -445,8 +443,7 @@ def test_the_caller_can_end_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_after_the_step(tmp_path: Path, undisturbed: Path, number: signal.Signals) -> None:
-    """A signal in the middle of a step: the step is finished, the state saved, and the handler of
-    before is back."""
+    """A signal in the middle of a step: the step is finished, the state saved, and the handler of before is back."""
     before, drafter, notes = signal.getsignal(number), Toy(), list[str]()
     plain = drafter.loss
 

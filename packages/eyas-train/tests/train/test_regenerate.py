@@ -115,8 +115,7 @@ def test_marks_stay_in_a_reply(drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 
 
 def test_replies_are_asked_with_the_tools_of_the_line(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against tools that are dropped: the server, and training on the output, have them in
-    the prompt."""
+    """Guards against tools that are dropped: the server, and training on the output, have them in the prompt."""
     tools = [{"type": "function", "function": {"name": "now"}}]
     tooled = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(WORDS.chat_template)
     monkeypatch.setattr(WORDS, "chat_template", tooled)

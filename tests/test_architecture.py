@@ -288,12 +288,7 @@ def test_private_modules_stay_in_their_package() -> None:
 
 
 # A distribution -> the distributions of this repository that its modules import.
-DISTRIBUTIONS = {
-    "eyas": set(),
-    "eyas_lab": {"eyas"},
-    "eyas_ray": {"eyas"},
-    "eyas_train": {"eyas", "eyas_lab"},
-}
+DISTRIBUTIONS = {"eyas": set(), "eyas_lab": {"eyas"}, "eyas_ray": {"eyas"}, "eyas_train": {"eyas", "eyas_lab"}}
 ROOTS = {"eyas": EYAS} | {f.parent.name: f.parent for f in sorted(EYAS.parents[1].glob("packages/*/src/*/__init__.py"))}
 
 

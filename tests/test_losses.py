@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
 from eyas.drafters.eagle1 import Method
-from eyas.losses import (
-    FrozenHead,
-    draft_losses,
-    smooth_l1,
-    soft_cross_entropy,
-    soft_cross_entropy_of,
-)
+from eyas.losses import FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of
 from eyas.nn import Documents
 from eyas.objectives import OBJECTIVES
 from eyas.targets.loading import load_target

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from eyas import tiny
 from eyas.arguments import GenerateKeywords, as_logit_bias, generate_keywords
 from eyas.errors import EyasError, OptionError
+from golden import needs_weights
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,7 @@ def test_the_table_of_names() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 def test_the_page_runs() -> None:
     """A newcomer copies it. The two requests are one."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -14,10 +14,7 @@ import torch
 
 from eyas import checkpoints, tiny
 from eyas.drafters.eagle3 import DRAFT_IDS
-
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+from golden import needs_weights
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas import tiny
+from golden import needs_weights
 from house import TABLE, House, answer_numbers, faults, measured, module_constants, written
 from test_architecture import ROOTS
 
@@ -32,9 +32,7 @@ def test_every_folder_is_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 def test_an_answer_passes_no_more_files() -> None:
     """Guards what runs, which moving files does not change: the files whose functions run for one answer, and their lines."""
     table = House.parse(TABLE.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from eyas.cli._app import parse
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from golden import needs_weights
 from reference import plain_decode, run
 
 ROOT = Path(__file__).parents[1]
@@ -25,9 +26,6 @@ PAGES = [
     ROOT / "README.md",
     *(page for folder in ("start", "guide") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
 ]
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
 
 
 def blocks(page: str) -> list[str]:

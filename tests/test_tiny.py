@@ -9,10 +9,7 @@ import pytest
 
 from eyas import checkpoints, tiny
 from eyas.errors import CheckpointError, ModelError
-
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+from golden import needs_weights
 
 
 def flip(path: Path) -> None:

@@ -9,10 +9,7 @@ from safetensors.torch import load_file, save_file
 from eyas import checkpoints, tiny
 from eyas.errors import CheckpointError
 from eyas.files import from_int8, to_int8
-
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+from golden import needs_weights
 
 
 def test_the_largest_value_of_each_row_is_exact_and_others_are_within_half_a_step() -> None:

@@ -85,19 +85,8 @@ def _cpu_seconds(pid: int) -> float:
 
 # Libraries read variables with these beginnings when they are imported.
 READ_BY_IMPORTS = (
-    "PYTHON",
-    "HF_",
-    "TORCH",
-    "TRANSFORMERS",
-    "OMP_",
-    "MKL_",
-    "ONEDNN",
-    "CUDA",
-    "TRITON",
-    "LD_",
-    "LC_",
-    "LANG",
-)
+    "PYTHON", "HF_", "TORCH", "TRANSFORMERS", "OMP_", "MKL_", "ONEDNN", "CUDA", "TRITON", "LD_", "LC_", "LANG",
+)  # fmt: skip
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,8 @@ PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "coming_from.md").read_te
 def test_the_table_of_names() -> None:
     """Every name of ours in the table of sampling is a keyword."""
     sampling = PAGE.split("## Sampling")[1].split("## Loading")[0]
-    ours = [
-        name
-        for line in sampling.splitlines()[4:]
-        if line[:1] == "|"
-        for name in re.findall(r"`(\w+)`", line.split("|")[1])
-    ]
+    cells = [line.split("|")[1] for line in sampling.splitlines()[4:] if line[:1] == "|"]
+    ours = re.findall(r"`(\w+)`", "".join(cells))
     assert len(ours) > 20
     assert set(ours) - {"n"} <= GenerateKeywords.__annotations__.keys()
 
@@ -64,11 +61,9 @@ def test_the_page_runs() -> None:
     """A newcomer copies it. The two requests are one."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    lines = [
-        f"r{number} = {line}" if line.startswith("llm.generate") else line
-        for number, line in enumerate(code.splitlines())
-    ]
-    exec(compile("\n".join(lines), "docs/guide/coming_from.md", "exec"), names)
+    number = itertools.count()
+    code = re.sub(r"^(?=llm\.generate)", lambda _: f"r{next(number)} = ", code, flags=re.MULTILINE)
+    exec(compile(code, "docs/guide/coming_from.md", "exec"), names)
     first, last = (value for name, value in names.items() if re.fullmatch(r"r\d+", name))
     assert first.token_ids == last.token_ids
 

@@ -32,33 +32,22 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def write_chats(path: Path, key: str, texts: list[str]) -> Path:
-    lines = [
-        json.dumps({key: [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}) for text in texts
-    ]
-    path.write_text("".join(f"{line}\n" for line in lines))
+    chats = ([{"role": role, "content": text} for role in ("user", "assistant")] for text in texts)
+    path.write_text("".join(json.dumps({key: chat}) + "\n" for chat in chats))
     return path
 
 
-def test_no_head_is_trained_on_the_chats_that_judge_it(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_head_is_trained_on_the_chats_that_judge_it(run: Any, tmp_path: Path) -> None:
     """Bug: a held-in chat that is in the training data too is asked, or a second part of the
     questions repeats the first."""
-    texts = [str(number) for number in range(9)]
-    every, held = (
-        write_chats(tmp_path / "every", "conversations", texts),
-        write_chats(tmp_path / "held", "conversations", ["a", "4", "b", "c"]),
-    )
-    asked = set[str]()
+    texts, asked = [str(number) for number in range(9)], set[str]()
+    every = write_chats(tmp_path / "every", "conversations", texts)
+    held = write_chats(tmp_path / "held", "conversations", ["a", "4", "b", "c"])
     for skip in (0, 5):
         part = tmp_path / f"part{skip}"
-        run(
-            "make_tiny", "questions", "--chat", every, "--without", held, "--skip", skip, "--limit", 5, "--output", part
-        )
+        run("make_tiny", *f"questions --chat {every} --without {held} --skip {skip} --limit 5 --output {part}".split())
         asked |= {json.loads(line)["conversations"][0]["content"] for line in part.read_text().splitlines()}
     assert asked == {*texts} - {"4"}
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "runs"))
     compare = importlib.import_module("compare_heads")
     found = compare.asked(compare.argparse.Namespace(chats=held, trained_on=every, skip=1, limit=9))
     assert [prompt.messages[0]["content"] for prompt in found] == ["b", "c"]
@@ -71,18 +60,8 @@ def test_a_narrowed_and_an_extended_head(run: Any, tmp_path: Path) -> None:
     tokens leave them as they are."""
     own = write_chats(tmp_path / "own", "messages", ["time time time", "time day"])
     whole = checkpoints.load(tiny.HEADS["eagle3"])
-    run(
-        "make_tiny",
-        "narrow",
-        "--model",
-        tiny.HEADS["eagle3"],
-        "--chat",
-        own,
-        "--size",
-        3,
-        "--output",
-        tmp_path / "narrow",
-    )
+    to_narrow = ("--model", tiny.HEADS["eagle3"], "--chat", own, "--size", 3, "--output", tmp_path / "narrow")
+    run("make_tiny", "narrow", *to_narrow)
     narrow = checkpoints.load(tmp_path / "narrow")
     ids_v = narrow.tensors[DRAFT_IDS]
     (end,) = tiny.tokenizer()("<|end|>", add_special_tokens=False)["input_ids"]

@@ -20,9 +20,6 @@ def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
     return step(accepted, range(accepted + 1), tree, emitted=accepted if cut else None)
 
 
-# --- the fold ------------------------------------------------------------------------------------------
-
-
 def test_totals() -> None:
     """Bugs: the prompt's own token counts as a cycle's, or the seconds begin with the second step."""
     totals = metrics.StepTotals()
@@ -41,9 +38,6 @@ def test_ratios_without_anything_under_them() -> None:
     """Bug: answers of one token divide by zero."""
     assert metrics.tau(0, 0) == metrics.tokens_per_second(0, 0) == metrics.tokens_per_second(0, 1) == 0
     assert (metrics.tau(6, 2), metrics.tokens_per_second(6, 2)) == (3, 3)
-
-
-# --- acceptance by depth -------------------------------------------------------------------------------
 
 
 def test_cycles_of_steps() -> None:
@@ -75,18 +69,12 @@ def test_only_what_was_drafted() -> None:
     tree = Tree.chain(2, 4)
     acceptable_BN = torch.tensor([[True, True, False, False], [True, True, True, True]])
     draft = Draft(Tree.build(tree.parents_BN, 3, acceptable_BN), torch.zeros(2, 4, dtype=torch.long))
-    steps = [
-        Step(1, tuple(range(accepted + 1)), None, tuple(range(accepted + 1)), draft, row)
-        for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))
-    ]
-    cycles = [metrics.cycle_of(s) for s in steps]
+    paths = [(row, tuple(range(accepted + 1))) for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))]
+    cycles = [metrics.cycle_of(Step(1, path, None, path, draft, row)) for row, path in paths]
     assert metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
     assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
     unreported = metrics.Cycle(3, 2, 1.0)
     assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
-
-
-# --- texts ---------------------------------------------------------------------------------------------
 
 
 def test_first_difference() -> None:

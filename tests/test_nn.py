@@ -16,6 +16,8 @@ from eyas.nn._flash import flash_attention
 from eyas.runners._fp8 import Fp8Linear, fp8
 from fp8_support import needs_fp8
 
+ROWS = [0, 2, 3, 5, 7, 8, 9, 10, 12]
+
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
     """Row by row, head by head."""
@@ -30,49 +32,29 @@ def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: l
     return torch.stack(outs).view(M, H, h)
 
 
-@pytest.mark.parametrize("block", [1, 3, 128])
+@pytest.mark.parametrize("block", [1, 3, 128, "flash"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and
-    every gradient, in float64."""
-    monkeypatch.setattr(module, "BLOCK", block)
-    documents, rows = Documents((5, 1, 7)), [0, 2, 3, 5, 7, 8, 9, 10, 12]
-    generator = torch.Generator().manual_seed(0)
+def test_packed_attention(block: int | str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and every gradient, in
+    float64. Flash: the way that CUDA takes, by the twins of its kernels on a CPU."""
+    documents, generator, h = Documents((5, 1, 7)), torch.Generator().manual_seed(0), 16 if block == "flash" else 3
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        return torch.randn(*shape, h, generator=generator, dtype=torch.float64).requires_grad_()
 
-    q, k, v, later = draw(9, 4, 3), draw(13, 2, 3), draw(13, 2, 3), (draw(steps, 9, 2, 3), draw(steps, 9, 2, 3))
-    rows_M = torch.tensor(rows)
-    mine = packed_attention(q, k, v, documents.query_rows(rows_M), later if steps else None)
-    theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
+    q, k, v, later = draw(9, 4), draw(13, 2), draw(13, 2), (draw(steps, 9, 2), draw(steps, 9, 2))
+    rows = documents.query_rows(torch.tensor(ROWS))
+    if block == "flash":
+        assert rows.padded is not None
+        mine = flash_attention(q, k, v, later, rows.padded)
+    else:
+        monkeypatch.setattr(module, "BLOCK", block)
+        mine = packed_attention(q, k, v, rows, later if steps else None)
+    theirs = plain(q, k, v, later, ROWS, documents.begin_N().tolist())
     torch.testing.assert_close(mine, theirs)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
-    for one, other in zip(
-        torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(theirs, inputs, outer), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_flash_attention_says_the_same(steps: int) -> None:
-    """Guards the way that CUDA takes, by the twins of its kernels on a CPU: places of tokens and rows, grouped heads, the
-    denominator with the later keys, and every gradient, in float64."""
-    generator, documents = torch.Generator().manual_seed(1), Documents((5, 1, 7))
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    rows = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
-    q, k, v = draw(9, 4, 16), draw(13, 2, 16), draw(13, 2, 16)
-    later = (draw(steps, 9, 2, 16), draw(steps, 9, 2, 16))
-    assert rows.padded is not None
-    mine, expected = flash_attention(q, k, v, later, rows.padded), packed_attention(q, k, v, rows, later)
-    torch.testing.assert_close(mine, expected)
-    outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
-    for one, other in zip(
-        torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(expected, inputs, outer), strict=True
-    ):
+    gradients = (torch.autograd.grad(out, inputs, outer) for out in (mine, theirs))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -145,11 +127,10 @@ def test_fp8(bias: bool) -> None:
 def test_fp8_leaves_the_net_as_it_is() -> None:
     """Guards a net that is still trained or saved: only the copy's linear layers are rounded,
     everything else is shared."""
-    net = torch.nn.Sequential(
-        torch.nn.Linear(32, 32), torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32))
-    )
+    linear, sequence = torch.nn.Linear, torch.nn.Sequential
+    net = sequence(linear(32, 32), sequence(linear(32, 24), linear(24, 32)))
     other = fp8(net)
-    assert [type(m) for m in net.modules() if not isinstance(m, torch.nn.Sequential)] == [torch.nn.Linear] * 3
+    assert [type(m) for m in net.modules() if not isinstance(m, sequence)] == [linear] * 3
     assert isinstance(other[0], Fp8Linear)
-    assert type(other[1][0]) is type(other[1][1]) is torch.nn.Linear, "24 is no multiple of 16"
+    assert type(other[1][0]) is type(other[1][1]) is linear, "24 is no multiple of 16"
     assert other[1][0].weight is net[1][0].weight

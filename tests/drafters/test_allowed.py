@@ -14,7 +14,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
-from reference import plain_decode
+from reference import plain_decode, run
 from test_lossless import make
 from wishes import wished
 
@@ -63,14 +63,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
             assert scores_BNV[0, int(tree.parents_BN[0, node]), int(draft.tokens_BN[0, node])] > -torch.inf
 
     request = wished((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
-    decoder = Decoder(target, make(name, target), watch=watch)
-    decoder.add(request)
-    tokens = [
-        token
-        for step in iter(lambda: decoder.step() if not decoder.finished else None, None)
-        for s in step
-        for token in s.tokens
-    ]
+    ((tokens,), _) = run(Decoder(target, make(name, target), watch=watch), [request])
     assert drafted > 20
     assert all((a + b) % 2 for a, b in zip([3, *tokens], tokens, strict=False))
     if sampling.greedy:

@@ -50,14 +50,8 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @functools.cache
 def target() -> Target:
     """A model of 8 tokens: small enough that the draft of a random head is often right."""
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "head_dim": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    return Target(zoo.tiny("llama", vocab_size=VOCAB, num_hidden_layers=1, **shape))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 1}
+    return Target(zoo.tiny("llama", vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, **sizes))
 
 
 def method(name: str, tree: object, folder: Path) -> Drafter:

@@ -36,11 +36,6 @@ SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 5, "tree.nodes": 9
 PROMPT = (3, 17, 80, 41, 5, 99, 150, 12, 64)
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
 def made(name: str, target: Target, **options: Any) -> BlockMethod:
     kind = drafters.find(name)
     drafter = kind.random(target, build_options(kind.Options, {**SMALL, **SIZES[name], **options}), seed=1)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import zoo
 from eyas import drafters
 from eyas.checkpoints import load, save
 from eyas.core.target import Target
@@ -72,11 +71,6 @@ def lay(folder: Path, told: dict[str, Any], held: dict[str, Tensor]) -> Path:
 
 def published(name: str) -> dict[str, Tensor]:
     return tensors() if name == DFLASH else tensors(markov=True, confidence=True, tables=True)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @pytest.mark.parametrize(("name", "method", "from_anchor"), [(DFLASH, "dflash", False), (DSPARK, "dspark", True)])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import eyas
 import gguf_heads
-import zoo
 from eyas import checkpoints
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints import mtp as mtp_form
@@ -26,11 +25,6 @@ from eyas_train.formats import vllm
 from gguf_heads import BLOCKS, MODULES, Parts, assert_same, block_parts, eagle3_of, family_of, texts
 
 LAYERS = [0, 1, 3]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 def eagle3_parts(target: Target, **changes: Any) -> Parts:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
 from covers import turn
 from eyas import drafters
 from eyas.core import dormant as _sleep
@@ -33,11 +32,6 @@ from test_lossless import DRAWN, OPTIONS, SAMPLINGS, make
 NEW = 36
 CASES = [*drafters.names(), "eagle2+suffix"]
 PROMPTS = ((5,), (11,), tuple(range(20, 49)))  # after the first two it repeats itself for a while, greedily
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @cache

@@ -20,11 +20,6 @@ PROMPT = (5, 9, 100, 3, 77, 12)
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
-@pytest.fixture(scope="module")
 def answer(target: Target) -> list[int]:
     return plain_decode(target.model, Request(PROMPT, 40))
 

@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 import torch
 
-import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
 from covers import turn
 from eyas import drafters
@@ -33,11 +32,6 @@ CASES = [*drafters.names(), "eagle2+suffix", "eagle2 by chance"]
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 Setting = tuple[int | None, int, int]  # tokens of prompts per cycle, rows, seed
 LENGTHS = (40, 3, 11, 31, 1, 9)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @cache

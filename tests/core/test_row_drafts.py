@@ -31,11 +31,6 @@ from wishes import prediction_of, wish, wished
 PROMPTS = ((5,), (11,), tuple(range(20, 49)), (7, 8, 9))
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
 class Forced:
     """A constraint that allows one text only; `mask` is not asked here, as the text is the target's own."""
 

@@ -29,11 +29,6 @@ LAYERS = [1, 4]  # the fourth: after the final norm
 SCALE = 0.5
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.tiny("llama"))
-
-
 def draft_model(pard2: bool = False, width: int = 0, **config: Any) -> PreTrainedModel:
     model = zoo.tiny("llama", seed=5, num_hidden_layers=2)
     model.config.pard_token = MASK

@@ -29,11 +29,6 @@ from gguf_heads import BLOCKS, MODULES, assert_same, block_parts, eagle3_of, fam
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
 def target_file(
     target: Target, path: Path, architecture: str = "llama", parts: dict[str, Tensor] | None = None, **settings: Any
 ) -> ExportTarget:

@@ -356,35 +356,32 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
         assert llm.generate(ids, **keywords).token_ids == drawn  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"stop": 5}, "stop must be a string or a list of strings, it is of type int"),
-        ({"stop": [5]}, "stop string 1 must be a string"),
-        ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, 1 or more, got '5'"),
-        ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, 1 or more, got 5.5"),
-        ({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, got 0"),
-        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-        ({"temperature": "1"}, "temperature must be 0 or more"),
-        ({"temperature": -1}, "temperature must be 0 or more, got -1"),
-        ({"logits_processor": "none"}, "logits_processor must hold callables"),
-        ({"do_sample": True}, r"do_sample=True needs a temperature above 0: write temperature=1.0"),
-        ({"raw": "yes"}, "raw must be True or False, got 'yes'"),
-        ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
-        ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
-        ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
-        ({"num_return_sequences": 3}, r"is not a keyword of eyas: write llm.generate\(prompt, n=...\)"),
-        ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
-        ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
-        ({"draft": -1}, "draft must be auto, off or a number of draft tokens"),
-        ({"prediction": "bad \ud800"}, "the prediction"),
-        ({"prediction": [4000]}, "prediction: token id 4000 is outside"),
-        ({"num_beams": 4}, "without beams"),
-        ({"streamer": object()}, "iterate over llm.stream"),
-        ({"tempurature": 1}, "unknown sampling parameter 'tempurature'; did you mean temperature"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "message"), [
+    ({"stop": 5}, "stop must be a string or a list of strings, it is of type int"),
+    ({"stop": [5]}, "stop string 1 must be a string"),
+    ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, 1 or more, got '5'"),
+    ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, 1 or more, got 5.5"),
+    ({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, got 0"),
+    ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+    ({"temperature": "1"}, "temperature must be 0 or more"),
+    ({"temperature": -1}, "temperature must be 0 or more, got -1"),
+    ({"logits_processor": "none"}, "logits_processor must hold callables"),
+    ({"do_sample": True}, r"do_sample=True needs a temperature above 0: write temperature=1.0"),
+    ({"raw": "yes"}, "raw must be True or False, got 'yes'"),
+    ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
+    ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
+    ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
+    ({"num_return_sequences": 3}, r"is not a keyword of eyas: write llm.generate\(prompt, n=...\)"),
+    ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
+    ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
+    ({"draft": -1}, "draft must be auto, off or a number of draft tokens"),
+    ({"prediction": "bad \ud800"}, "the prediction"),
+    ({"prediction": [4000]}, "prediction: token id 4000 is outside"),
+    ({"num_beams": 4}, "without beams"),
+    ({"streamer": object()}, "iterate over llm.stream"),
+    ({"tempurature": 1}, "unknown sampling parameter 'tempurature'; did you mean temperature"),
+])  # fmt: skip
 def test_bad_keywords(llm: LLM, keywords: dict[str, Any], message: str) -> None:
     """Guards one clear line, which says what to write, for values and names that have no meaning here."""
     with pytest.raises(EyasError, match=message):
@@ -409,23 +406,20 @@ def test_bad_chats(llm: LLM) -> None:
 OF_TRANSFORMERS = "a target is a folder, a hub id or a causal language model of transformers, not Linear"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"target": torch.nn.Linear(2, 2)}, OF_TRANSFORMERS),
-        ({"draft": torch.nn.Linear(2, 2)}, "a draft is a folder, a hub id or a Drafter, not Linear"),
-        ({"tokenizer": 5}, "a tokenizer is a folder, a hub id or a tokenizer of transformers, not int"),
-        ({"target": None, "device_map": "auto"}, "together with the folder or hub id of a target"),
-        ({"device_map": "cpu", "device": "cpu"}, "write one of them"),
-        ({"torch_dtype": "float32", "dtype": "float32"}, "torch_dtype is called dtype here"),
-        ({"dtype": torch.float64}, "unknown dtype 'float64'"),
-        ({"dtype": 32}, "dtype must be a name such as 'float32' or a torch dtype, got 32"),
-        ({"device": "gpu:0"}, "device 'gpu:0' cannot be used here"),
-        ({"load_in_8bit": True}, "load_in_8bit belongs to transformers: load the model with it"),
-        ({"kernel": "off"}, "unknown option 'kernel'; did you mean kernels"),
-        ({"kernels": "fast"}, "unknown kernels 'fast'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"target": torch.nn.Linear(2, 2)}, OF_TRANSFORMERS),
+    ({"draft": torch.nn.Linear(2, 2)}, "a draft is a folder, a hub id or a Drafter, not Linear"),
+    ({"tokenizer": 5}, "a tokenizer is a folder, a hub id or a tokenizer of transformers, not int"),
+    ({"target": None, "device_map": "auto"}, "together with the folder or hub id of a target"),
+    ({"device_map": "cpu", "device": "cpu"}, "write one of them"),
+    ({"torch_dtype": "float32", "dtype": "float32"}, "torch_dtype is called dtype here"),
+    ({"dtype": torch.float64}, "unknown dtype 'float64'"),
+    ({"dtype": 32}, "dtype must be a name such as 'float32' or a torch dtype, got 32"),
+    ({"device": "gpu:0"}, "device 'gpu:0' cannot be used here"),
+    ({"load_in_8bit": True}, "load_in_8bit belongs to transformers: load the model with it"),
+    ({"kernel": "off"}, "unknown option 'kernel'; did you mean kernels"),
+    ({"kernels": "fast"}, "unknown kernels 'fast'"),
+])  # fmt: skip
 def test_bad_loads(folders: tuple[Path, Path], arguments: dict[str, Any], message: str) -> None:
     """Guards `load`: values of another kind and names of transformers."""
     with pytest.raises(EyasError, match=message):

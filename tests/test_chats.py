@@ -108,17 +108,14 @@ def test_older_forms_of_a_call() -> None:
     assert written(STRICT, USER, bare, {"role": "tool", "content": "7"}) == expected
 
 
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (calling("{}", tool_calls={"a": 1}), '"tool_calls" of message 2 must be a list'),
-        (calling("{}", tool_calls=["f"]), "call 1 of message 2 must be"),
-        (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
-        (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
-        (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
-        (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
-    ],
-)
+@pytest.mark.parametrize(("message", "says"), [
+    (calling("{}", tool_calls={"a": 1}), '"tool_calls" of message 2 must be a list'),
+    (calling("{}", tool_calls=["f"]), "call 1 of message 2 must be"),
+    (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
+    (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
+    (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
+    (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
+])  # fmt: skip
 def test_errors_name_the_message(message: dict[str, Any], says: str) -> None:
     """Guards against errors that leave a client with a history of fifty messages to guess."""
     with pytest.raises(InputError, match=says) as caught:
@@ -185,19 +182,16 @@ SAID = {"role": "assistant", "content": "Yes."}
 RESULT = {"role": "tool", "content": "7"}
 
 
-@pytest.mark.parametrize(
-    ("chat", "text"),
-    [
-        ([SYSTEM, LATE, USER], "[system] Be kind.\n\n Be brief. [user] Hi."),
-        ([USER, LATE], "[user] Hi.\n\n Be brief. "),
-        ([SYSTEM, USER, LATE, USER], "[system] Be kind.[user] Hi.\n\n Be brief. \n\nHi."),
-        ([USER, SAID, LATE, USER], "[user] Hi.[assistant] Yes.[user]  Be brief. \n\nHi."),
-        ([USER, SAID, LATE, SAID], "[user] Hi.[assistant] Yes.[user]  Be brief. [assistant] Yes."),
-        ([USER, calling("{}"), RESULT, LATE, SAID], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [assistant] Yes."),
-        ([USER, calling("{}"), RESULT, LATE, USER], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [user] Hi."),
-        ([USER, DEVELOPER, SAID, LATE, USER], "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi."),
-    ],
-)
+@pytest.mark.parametrize(("chat", "text"), [
+    ([SYSTEM, LATE, USER], "[system] Be kind.\n\n Be brief. [user] Hi."),
+    ([USER, LATE], "[user] Hi.\n\n Be brief. "),
+    ([SYSTEM, USER, LATE, USER], "[system] Be kind.[user] Hi.\n\n Be brief. \n\nHi."),
+    ([USER, SAID, LATE, USER], "[user] Hi.[assistant] Yes.[user]  Be brief. \n\nHi."),
+    ([USER, SAID, LATE, SAID], "[user] Hi.[assistant] Yes.[user]  Be brief. [assistant] Yes."),
+    ([USER, calling("{}"), RESULT, LATE, SAID], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [assistant] Yes."),
+    ([USER, calling("{}"), RESULT, LATE, USER], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [user] Hi."),
+    ([USER, DEVELOPER, SAID, LATE, USER], "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi."),
+])  # fmt: skip
 def test_texts_of_the_system_after_the_first_turn(chat: list[dict[str, Any]], text: str) -> None:
     """Guards Claude Code and Codex, whose every request was refused: the texts stay in their places, in the turns of the
     user's or of a tool's, and turns still alternate."""

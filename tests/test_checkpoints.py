@@ -61,19 +61,15 @@ def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"bias": False, "rope_theta": 500000.0},
-        {"qkv_bias": True, "head_dim": 6},
-        {"rope_scaling": {"type": "llama3", "factor": 8, **LLAMA3}},
-        {"eyas": {"method": "eagle1", "version": "0.1", "training": {"steps": 3}}},
-        {"eyas": {"inputs": "unshifted"}},
-        {"eyas": {"inputs": "feature"}, "bias": False},
-    ],
-    ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"bias": False, "rope_theta": 500000.0},
+    {"qkv_bias": True, "head_dim": 6},
+    {"rope_scaling": {"type": "llama3", "factor": 8, **LLAMA3}},
+    {"eyas": {"method": "eagle1", "version": "0.1", "training": {"steps": 3}}},
+    {"eyas": {"inputs": "unshifted"}},
+    {"eyas": {"inputs": "feature"}, "bias": False},
+], ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"])  # fmt: skip
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing; the embedding
     may be left to the target."""
@@ -314,18 +310,15 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         assert part in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "held", "says"),
-    [
-        ({"bias": False}, {}, r"unexpected fc\.bias"),
-        ({"attention_bias": True}, {}, r"self_attn\.q_proj\.bias"),
-        ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(8)}, "has one layer, layers.0; this file has layers 0, 1"),
-        ({}, {"layers.0.input_layernorm.weight": torch.zeros(8)}, "has no layers.0.input_layernorm.weight"),
-        ({}, {"midlayer.hidden_norm.weight": torch.zeros(8)}, "EAGLE-3"),
-        ({}, {"d2t": torch.zeros(8)}, "EAGLE-3"),
-        ({}, {"fc.weight": torch.zeros(8, dtype=torch.int8)}, r"of 16 bits or more: fc\.weight \(torch\.int8\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "held", "says"), [
+    ({"bias": False}, {}, r"unexpected fc\.bias"),
+    ({"attention_bias": True}, {}, r"self_attn\.q_proj\.bias"),
+    ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(8)}, "has one layer, layers.0; this file has layers 0, 1"),
+    ({}, {"layers.0.input_layernorm.weight": torch.zeros(8)}, "has no layers.0.input_layernorm.weight"),
+    ({}, {"midlayer.hidden_norm.weight": torch.zeros(8)}, "EAGLE-3"),
+    ({}, {"d2t": torch.zeros(8)}, "EAGLE-3"),
+    ({}, {"fc.weight": torch.zeros(8, dtype=torch.int8)}, r"of 16 bits or more: fc\.weight \(torch\.int8\)"),
+])  # fmt: skip
 def test_other_nets(tmp_path: Path, changes: dict[str, Any], held: dict[str, Tensor], says: str) -> None:
     """Guards against running a deeper, differently normed or quantised head as if it were an EAGLE-1 head, and against
     guessing the bias from the file."""
@@ -346,27 +339,24 @@ def test_unknown_format(tmp_path: Path) -> None:
 SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
 
 
-@pytest.mark.parametrize(
-    ("changes", "ours"),
-    [
-        ({}, {"rope_theta": 10000.0, "rope_scaling": None, "fc_bias": True, "num_kv_heads": 2, "head_dim": 2}),
-        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
-        ({"hidden_size": 208, "num_attention_heads": 52, "num_key_value_heads": 13}, {"num_kv_heads": 13, "head_dim": 4}),
-        ({"max_position_embeddings": None, "max_sequence_length": 1024}, {"max_positions": 1024}),
-        ({"max_position_embeddings": None}, {"max_positions": 2048}),
-        ({"rope_theta": 500000}, {"rope_theta": 500000.0}),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6, "rope_scaling": None}),
-        ({"rope_scaling": {"type": "default"}}, {"rope_scaling": None}),
-        ({"rope_theta": 5e5, "rope_scaling": SCALED}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
-        ({"rope_theta": 5e5, "rope_parameters": SCALED}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
-        ({"head_dim": 16}, {"head_dim": 16}),
-        ({"rms_norm_eps": None}, {"rms_eps": 1e-6}),
-        ({"num_hidden_layers": 40}, {"qkv_bias": False}),  # which published configs leave at the target's
-        # what is the target's and says nothing: a window that is off or wider than the trained length, two equal names
-        ({"use_sliding_window": False, "sliding_window": 64, "layer_norm_eps": 1e-5}, {"rms_eps": 1e-5}),
-        ({"use_sliding_window": True, "sliding_window": 512, "attention_bias": False}, {"qkv_bias": False}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "ours"), [
+    ({}, {"rope_theta": 10000.0, "rope_scaling": None, "fc_bias": True, "num_kv_heads": 2, "head_dim": 2}),
+    ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+    ({"hidden_size": 208, "num_attention_heads": 52, "num_key_value_heads": 13}, {"num_kv_heads": 13, "head_dim": 4}),
+    ({"max_position_embeddings": None, "max_sequence_length": 1024}, {"max_positions": 1024}),
+    ({"max_position_embeddings": None}, {"max_positions": 2048}),
+    ({"rope_theta": 500000}, {"rope_theta": 500000.0}),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6, "rope_scaling": None}),
+    ({"rope_scaling": {"type": "default"}}, {"rope_scaling": None}),
+    ({"rope_theta": 5e5, "rope_scaling": SCALED}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
+    ({"rope_theta": 5e5, "rope_parameters": SCALED}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
+    ({"head_dim": 16}, {"head_dim": 16}),
+    ({"rms_norm_eps": None}, {"rms_eps": 1e-6}),
+    ({"num_hidden_layers": 40}, {"qkv_bias": False}),  # which published configs leave at the target's
+    # what is the target's and says nothing: a window that is off or wider than the trained length, two equal names
+    ({"use_sliding_window": False, "sliding_window": 64, "layer_norm_eps": 1e-5}, {"rms_eps": 1e-5}),
+    ({"use_sliding_window": True, "sliding_window": 512, "attention_bias": False}, {"qkv_bias": False}),
+])  # fmt: skip
 def test_config_as_published(changes: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
     """Guards against wrong defaults: what a published config leaves out has the meaning that its
     authors' code gives it. Scaled RoPE that is run as plain RoPE would load, and accept less."""
@@ -374,31 +364,28 @@ def test_config_as_published(changes: dict[str, Any], ours: dict[str, Any], tmp_
     assert {key: config[key] for key in ours} == ours
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"hidden_size": None}, "has no hidden_size"),
-        ({"hidden_size": "8"}, "hidden_size '8'; it must be a whole number"),
-        ({"vocab_size": 0}, "vocab_size 0"),
-        ({"num_attention_heads": True}, "num_attention_heads True"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "not a multiple of its 3 attention heads"),
-        ({"num_key_value_heads": 3}, "not a multiple of its 3 key-value heads"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only silu"),
-        ({"bias": 1}, "bias 1; it must be true or false"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps -1"),
-        ({"layer_norm_eps": 1e-6}, "layer_norm_eps 1e-06, but the norms' epsilon is rms_norm_eps, which is 1e-05"),
-        ({"mlp_bias": True}, "mlp_bias true"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "a sliding window of 64 tokens, which the layer of EAGLE-1"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "a sliding window of 64 tokens"),
-        ({"rope_theta": "big"}, "rope_theta 'big'"),
-        ({"rope_scaling": {"type": "linear"}}, "has no factor"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor"),
-        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3}}, "has no factor"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope'"),
-        ({"rope_scaling": 2.0}, "rope_scaling 2.0; it must be an object"),
-        ({"eyas": {"inputs": "shiftd"}}, "\"inputs\" 'shiftd'; did you mean shifted"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"hidden_size": None}, "has no hidden_size"),
+    ({"hidden_size": "8"}, "hidden_size '8'; it must be a whole number"),
+    ({"vocab_size": 0}, "vocab_size 0"),
+    ({"num_attention_heads": True}, "num_attention_heads True"),
+    ({"num_attention_heads": 3, "num_key_value_heads": 3}, "not a multiple of its 3 attention heads"),
+    ({"num_key_value_heads": 3}, "not a multiple of its 3 key-value heads"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'; only silu"),
+    ({"bias": 1}, "bias 1; it must be true or false"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps -1"),
+    ({"layer_norm_eps": 1e-6}, "layer_norm_eps 1e-06, but the norms' epsilon is rms_norm_eps, which is 1e-05"),
+    ({"mlp_bias": True}, "mlp_bias true"),
+    ({"use_sliding_window": True, "sliding_window": 64}, "a sliding window of 64 tokens, which the layer of EAGLE-1"),
+    ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "a sliding window of 64 tokens"),
+    ({"rope_theta": "big"}, "rope_theta 'big'"),
+    ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor"),
+    ({"rope_parameters": {"rope_type": "llama3", **LLAMA3}}, "has no factor"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "type 'longrope'"),
+    ({"rope_scaling": 2.0}, "rope_scaling 2.0; it must be an object"),
+    ({"eyas": {"inputs": "shiftd"}}, "\"inputs\" 'shiftd'; did you mean shifted"),
+])  # fmt: skip
 def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
     """Guards against a wrong setting that shows only as bad acceptance, or as a shape error deep in a net."""
     with pytest.raises(CheckpointError, match=says):

@@ -132,18 +132,15 @@ def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
         reason()
 
 
-@pytest.mark.parametrize(
-    ("environment", "says"),
-    [
-        ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
-        ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
-        ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
-        ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
-        ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
-        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
-        ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "says"), [
+    ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
+    ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
+    ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
+    ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
+    ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
+    ({"XDG_CACHE_HOME": "/dev/null/cache"}, "folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
+    ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
+])  # fmt: skip
 def test_environments_without_kernels(environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a quotation mark in CXX was a traceback. Every reason is one line."""
     for name, value in environment.items():
@@ -184,13 +181,10 @@ def test_a_cache_that_others_can_write_to(
     assert "is not this user's alone" in reason()
 
 
-@pytest.mark.parametrize(
-    ("isa", "words"),
-    [
-        ("x86-64-v33", "did you mean x86-64-v3"),
-        ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
-    ],
-)
+@pytest.mark.parametrize(("isa", "words"), [
+    ("x86-64-v33", "did you mean x86-64-v3"),
+    ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
+])  # fmt: skip
 def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards EYAS_KERNELS_ISA: a name that does not exist, and a set of another processor, end in one
     line, and nothing is compiled that would die by an illegal instruction."""
@@ -216,15 +210,11 @@ def test_each_instruction_set_has_a_library_of_its_own(
         assert set(_build.ISAS[name][0]) <= set(line.split())
 
 
-@pytest.mark.parametrize(
-    ("lines", "sets"),
-    [
-        (["Features\t: fp asimd aes", "CPU part\t: 0xd08"], ["native", "armv8-a"]),
-        (["Features\t: fp asimd asimddp i8mm", "CPU part\t: 0xd40"], ["native", "armv8-a", "armv8.2-a+dotprod"]),
-        ([], ["native"]),
-    ],
-    ids=["armv8-a", "dotprod", "nothing known"],
-)
+@pytest.mark.parametrize(("lines", "sets"), [
+    (["Features\t: fp asimd aes", "CPU part\t: 0xd08"], ["native", "armv8-a"]),
+    (["Features\t: fp asimd asimddp i8mm", "CPU part\t: 0xd40"], ["native", "armv8-a", "armv8.2-a+dotprod"]),
+    ([], ["native"]),
+], ids=["armv8-a", "dotprod", "nothing known"])  # fmt: skip
 def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards Linux's words for ARM, and systems without them: macOS was told that its processor
     lacks what nobody had looked for."""

@@ -49,17 +49,14 @@ def test_rewriting() -> None:
     assert lines(known) == ["        return self.g(total, kept)"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (rewrite("m:A.g", "X", "X"), "there is no g"),
-        (rewrite("m:A", "X", "X"), "is no function"),
-        (rewrite("m:A.f", "where(X > 1, ...)", "X"), "has 0 pieces like"),
-        (rewrite("m:A.f", "where(X > 0, Y / X, X)", "X"), "has 0 pieces like"),
-        (rewrite("m:A.f", "X = Y", "pass"), "has 2 pieces like"),
-        (rewrite("m:A.f", "self.g(...)", "X", "where(X < 0, ...)"), "has nothing like"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (rewrite("m:A.g", "X", "X"), "there is no g"),
+    (rewrite("m:A", "X", "X"), "is no function"),
+    (rewrite("m:A.f", "where(X > 1, ...)", "X"), "has 0 pieces like"),
+    (rewrite("m:A.f", "where(X > 0, Y / X, X)", "X"), "has 0 pieces like"),
+    (rewrite("m:A.f", "X = Y", "pass"), "has 2 pieces like"),
+    (rewrite("m:A.f", "self.g(...)", "X", "where(X < 0, ...)"), "has nothing like"),
+])  # fmt: skip
 def test_what_does_not_apply_says_so(change: Rewrite, reason: str) -> None:
     """Guards the list against a change of the source that leaves a mutation without effect, or with another one."""
     with pytest.raises(DoesNotApplyError, match=reason):

@@ -29,15 +29,11 @@ SOURCES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("packages/*/src/**/*.py")]
 NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg", "msvcrt"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "folder"),
-    [
-        (PROJECT, ROOT / "src"),
-        (TINY, ROOT / "tiny"),
-        *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
-    ],
-    ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)],
-)
+@pytest.mark.parametrize(("settings", "folder"), [
+    (PROJECT, ROOT / "src"),
+    (TINY, ROOT / "tiny"),
+    *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
+], ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)])  # fmt: skip
 def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
     """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is
     missing after pip install."""

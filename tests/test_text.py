@@ -365,17 +365,14 @@ def test_without_stops_it_is_the_detokeniser() -> None:
             detokeniser.feed(3)
 
 
-@pytest.mark.parametrize(
-    ("stops", "says"),
-    [
-        ([""], "stop string 1 is empty"),
-        (["a", ""], "stop string 2 is empty"),
-        ("", "is empty"),
-        ([3], "of type int"),
-        (7, "of type int"),
-        (b"a", "bytes"),
-    ],
-)
+@pytest.mark.parametrize(("stops", "says"), [
+    ([""], "stop string 1 is empty"),
+    (["a", ""], "stop string 2 is empty"),
+    ("", "is empty"),
+    ([3], "of type int"),
+    (7, "of type int"),
+    (b"a", "bytes"),
+])  # fmt: skip
 def test_bad_stops(stops: Any, says: str) -> None:
     """Guards against an empty stop string, which would stop everything, or a number that fails
     later with a traceback."""
@@ -410,25 +407,22 @@ IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url
 TEXT_ONLY = ": only parts of text are read here"
 
 
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([], "the list of messages is empty"),
-        ("Hello", "must be a list"),
-        ({"role": "user", "content": "Hello"}, "must be a list"),
-        (["Hello"], "message 1 must be a dict"),
-        ([{"content": "Hello"}], 'message 1 has no "role"'),
-        ([{"role": "user"}], 'message 1 has no "content"'),
-        ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
-        ([{"role": "user", "content": ["Hello"]}], f"part 1 of message 1 is of type str without a type{TEXT_ONLY}"),
-        ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
-        ([{"role": "user", "content": IMAGE}], f"part 2 of message 1 is of type 'image_url'{TEXT_ONLY}"),
-        ([{"role": "user", "content": []}], "the content of message 1 is empty"),
-        ([*HELLO, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),
-        ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
-        ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "says"), [
+    ([], "the list of messages is empty"),
+    ("Hello", "must be a list"),
+    ({"role": "user", "content": "Hello"}, "must be a list"),
+    (["Hello"], "message 1 must be a dict"),
+    ([{"content": "Hello"}], 'message 1 has no "role"'),
+    ([{"role": "user"}], 'message 1 has no "content"'),
+    ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
+    ([{"role": "user", "content": ["Hello"]}], f"part 1 of message 1 is of type str without a type{TEXT_ONLY}"),
+    ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
+    ([{"role": "user", "content": IMAGE}], f"part 2 of message 1 is of type 'image_url'{TEXT_ONLY}"),
+    ([{"role": "user", "content": []}], "the content of message 1 is empty"),
+    ([*HELLO, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),
+    ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
+    ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
+])  # fmt: skip
 def test_bad_messages(messages: Any, says: str) -> None:
     """Guards against a traceback, or a silently odd prompt, for a malformed chat."""
     with pytest.raises(InputError, match=says) as caught:
@@ -436,15 +430,12 @@ def test_bad_messages(messages: Any, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (None, "no chat template: pass a plain prompt or token ids"),
-        ("{% for m in messages %}{{ m.content.missing() }}{% endfor %}", "chat template refuses"),
-        ("{% if %}", "chat template refuses"),
-        ("{# nothing #}", "makes no token"),
-    ],
-)
+@pytest.mark.parametrize(("template", "says"), [
+    (None, "no chat template: pass a plain prompt or token ids"),
+    ("{% for m in messages %}{{ m.content.missing() }}{% endfor %}", "chat template refuses"),
+    ("{% if %}", "chat template refuses"),
+    ("{# nothing #}", "makes no token"),
+])  # fmt: skip
 def test_broken_templates(template: str | None, says: str) -> None:
     """Guards against the tokenizer's own several-line error, one that escapes as a fault of ours, and an empty prompt."""
     tokenizer = chatting()

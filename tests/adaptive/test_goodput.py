@@ -163,17 +163,14 @@ def test_nothing_larger_yields_less() -> None:
                 assert acceptance(small) <= acceptance(large) + 1e-12
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
-        TreeSize(1, 1, 1),
-        TreeSize(2, 1, 1),
-        TreeSize(60, 8, 10),
-        TreeSize(300, 3, 6),
-        TreeSize(9, 1, 4),
-        TreeSize(5, 12, 1),
-    ],
-)
+@pytest.mark.parametrize("limit", [
+    TreeSize(1, 1, 1),
+    TreeSize(2, 1, 1),
+    TreeSize(60, 8, 10),
+    TreeSize(300, 3, 6),
+    TreeSize(9, 1, 4),
+    TreeSize(5, 12, 1),
+])  # fmt: skip
 def test_every_limit_has_sizes(limit: TreeSize) -> None:
     """Bug: a limit of the user's leaves no size, or one that exceeds it."""
     found = sizes(limit)

@@ -131,17 +131,14 @@ def test_a_batch_without_anchors(name: str, target: Target) -> None:
     assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("dflash", {}),
-        ("dflash", {"train.weights": "pace", "train.smoothing": 0.3}),
-        ("dflash2", {"train.weights": "pace"}),
-        ("dflash2", {"train.objective": "tokens"}),
-        ("dspark", {}),
-        ("dspark", {"train.weights": "pace", "train.smoothing": 1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [
+    ("dflash", {}),
+    ("dflash", {"train.weights": "pace", "train.smoothing": 0.3}),
+    ("dflash2", {"train.weights": "pace"}),
+    ("dflash2", {"train.objective": "tokens"}),
+    ("dspark", {}),
+    ("dspark", {"train.weights": "pace", "train.smoothing": 1}),
+])  # fmt: skip
 def test_the_loss_is_the_plain_formula(
     name: str, options: dict[str, Any], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,22 +247,19 @@ def test_trees_are_no_deeper_than_the_block(name: str, target: Target) -> None:
     assert drafter.chain(9).max_tree.depth == levels  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("dflash", {"head.block": 1}, "head.block"),
-        ("dflash", {"head.layers": "2,1"}, "rising"),
-        ("dflash", {"head.layers": "0,9"}, "from 0 to 3"),
-        ("dflash", {"head.mask_token": 160}, "160 embeddings"),
-        ("dflash", {"train.gamma": 0}, "train.gamma"),
-        ("dflash", {"train.objective": "law"}, "train.objective"),
-        ("dflash", {"train.weights": "even"}, "train.weights"),
-        ("dflash", {"train.smoothing": 0}, "train.smoothing"),
-        ("dspark", {"min_confidence": 1}, "min_confidence"),
-        ("dspark", {"head.markov_rank": 0}, "head.confidence"),
-        ("dspark", {"train.overlap": -1}, "train.overlap"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("dflash", {"head.block": 1}, "head.block"),
+    ("dflash", {"head.layers": "2,1"}, "rising"),
+    ("dflash", {"head.layers": "0,9"}, "from 0 to 3"),
+    ("dflash", {"head.mask_token": 160}, "160 embeddings"),
+    ("dflash", {"train.gamma": 0}, "train.gamma"),
+    ("dflash", {"train.objective": "law"}, "train.objective"),
+    ("dflash", {"train.weights": "even"}, "train.weights"),
+    ("dflash", {"train.smoothing": 0}, "train.smoothing"),
+    ("dspark", {"min_confidence": 1}, "min_confidence"),
+    ("dspark", {"head.markov_rank": 0}, "head.confidence"),
+    ("dspark", {"train.overlap": -1}, "train.overlap"),
+])  # fmt: skip
 def test_impossible_options(name: str, options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         made(name, target, **options)

@@ -132,69 +132,60 @@ def test_tables_that_are_the_targets(tmp_path: Path, target: Target) -> None:
         assert drafter.embed_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("told", "from_anchor"),
-    [
-        (config(DFLASH, sample_from_anchor=True), True),
-        (config(DFLASH, shift_label=True), True),
-        (config(DSPARK, sample_from_anchor=False), False),
-        (config("DSparkDraftModel", sample_from_anchor=True), True),
-        (config("DSparkDraftModel", shift_label=False), False),
-    ],
-)
+@pytest.mark.parametrize(("told", "from_anchor"), [
+    (config(DFLASH, sample_from_anchor=True), True),
+    (config(DFLASH, shift_label=True), True),
+    (config(DSPARK, sample_from_anchor=False), False),
+    (config("DSparkDraftModel", sample_from_anchor=True), True),
+    (config("DSparkDraftModel", shift_label=False), False),
+])  # fmt: skip
 def test_the_flag_has_precedence(tmp_path: Path, told: dict[str, Any], from_anchor: bool) -> None:
     """Guards the off-by-one: what config.json says is stronger than the class."""
     held = tensors() if told["architectures"] == [DFLASH] else tensors(markov=True, confidence=True)
     assert load(lay(tmp_path, told, held)).config["from_anchor"] == from_anchor
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (config("DSparkDraftModel"), "which token a slot"),
-        ({**config(DSPARK), "architectures": None}, "which token a slot"),
-        (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
-        (config(DSPARK, markov_head_type="gated"), "'gated'"),
-        (config(DSPARK, markov_rank=0), "reads the Markov head"),
-        (config("Gemma4DSparkModel"), "Gemma 4's"),
-        (config(DSPARK, is_causal="yes"), "is_causal"),
-        (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
-        (config(DSPARK, layer_types=[["full_attention"], []]), "layer_types"),
-        (config(DSPARK, use_sliding_window=True, sliding_window="wide"), "windows that cannot be read"),
-        (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
-        (config(DSPARK, attention_bias=True), "biases"),
-        (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
-        (config(DSPARK, model_type="llama"), "qwen3"),
-        (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
-        (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
-        (config(DSPARK, mask_token_id=None), "mask_token_id"),
-        (config(DSPARK, block_size=1), "block_size"),
-        ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({**config(DFLASH), "architectures": None}, "which token a slot"),
-        (config(DFLASH, use_swa=True), "sliding window"),
-        (config(DFLASH, attention_value_scale=0.7), "multiplied by a factor"),
-        (config(DFLASH, attention_sink_bias=True), "sinks"),
-        (inner(projector_type="domino"), "domino"),
-        (inner(selector_rank=64), "each pair is there"),
-        (inner(input_embedding_scale=-2.0), "above 0"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    (config("DSparkDraftModel"), "which token a slot"),
+    ({**config(DSPARK), "architectures": None}, "which token a slot"),
+    (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
+    (config(DSPARK, markov_head_type="gated"), "'gated'"),
+    (config(DSPARK, markov_rank=0), "reads the Markov head"),
+    (config("Gemma4DSparkModel"), "Gemma 4's"),
+    (config(DSPARK, is_causal="yes"), "is_causal"),
+    (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
+    (config(DSPARK, layer_types=[["full_attention"], []]), "layer_types"),
+    (config(DSPARK, use_sliding_window=True, sliding_window="wide"), "windows that cannot be read"),
+    (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
+    (config(DSPARK, attention_bias=True), "biases"),
+    (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
+    (config(DSPARK, model_type="llama"), "qwen3"),
+    (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
+    (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
+    (config(DSPARK, mask_token_id=None), "mask_token_id"),
+    (config(DSPARK, block_size=1), "block_size"),
+    ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ({**config(DFLASH), "architectures": None}, "which token a slot"),
+    (config(DFLASH, use_swa=True), "sliding window"),
+    (config(DFLASH, attention_value_scale=0.7), "multiplied by a factor"),
+    (config(DFLASH, attention_sink_bias=True), "sinks"),
+    (inner(projector_type="domino"), "domino"),
+    (inner(selector_rank=64), "each pair is there"),
+    (inner(input_embedding_scale=-2.0), "above 0"),
+])  # fmt: skip
 def test_refusals(tmp_path: Path, told: dict[str, Any], message: str) -> None:
     plain = "dflash_config" in told
     with pytest.raises(CheckpointError, match=message):
         load(lay(tmp_path, told, tensors() if plain else tensors(markov=True, confidence=True)))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers.1.self_attn.k_norm.weight": None}, r"missing layers\.1\.self_attn\.k_norm\.weight"),
-        ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"unexpected layers\.0\.self_attn\.q_proj\.bias"),
-        ({"fc.weight": torch.zeros(D, D)}, r"fc\.weight is \[48, 48\]"),
-        ({"norm.weight": torch.zeros(D, dtype=torch.int8)}, "quantised"),
-        ({"lm_head.weight": torch.zeros(V, D)}, r"unexpected lm_head\.weight"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"layers.1.self_attn.k_norm.weight": None}, r"missing layers\.1\.self_attn\.k_norm\.weight"),
+    ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"unexpected layers\.0\.self_attn\.q_proj\.bias"),
+    ({"fc.weight": torch.zeros(D, D)}, r"fc\.weight is \[48, 48\]"),
+    ({"norm.weight": torch.zeros(D, dtype=torch.int8)}, "quantised"),
+    ({"lm_head.weight": torch.zeros(V, D)}, r"unexpected lm_head\.weight"),
+])  # fmt: skip
 def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Tensor | None], message: str) -> None:
     """Guards strict reading: a tensor that is missing, unknown or of another shape is named."""
     held = {name: value for name, value in {**tensors(), **change}.items() if value is not None}
@@ -202,15 +193,12 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Tensor | None
         load(lay(tmp_path, config(DFLASH), held))
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"num_target_layers": 36}, "number of target layers is 36, the target's 4"),
-        ({"vocab_size": 161}, "vocabulary is 161"),
-        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "another model"),
-        ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 1]}}, "160 embeddings"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    ({"num_target_layers": 36}, "number of target layers is 36, the target's 4"),
+    ({"vocab_size": 161}, "vocabulary is 161"),
+    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "another model"),
+    ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 1]}}, "160 embeddings"),
+])  # fmt: skip
 def test_heads_of_another_target(tmp_path: Path, target: Target, told: dict[str, Any], message: str) -> None:
     weights = load(lay(tmp_path, config(DFLASH, **told), tensors()))
     with pytest.raises(CheckpointError, match=message):
@@ -325,18 +313,15 @@ def test_heads_of_the_speculators_library(tmp_path: Path, target: Target) -> Non
     assert drafter.draft_ids_v.tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (library("xpress"), "'xpress'"),
-        (library("dspark", markov_head_type="rnn"), "'rnn'"),
-        (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
-        (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),
-        (library("dflash", transformer_layer_config=None), "no transformer_layer_config"),
-        (library("dflash", draft_vocab_size=50), "one is missing"),
-        (library("dflash", draft_vocab_size=None), "no draft_vocab_size"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    (library("xpress"), "'xpress'"),
+    (library("dspark", markov_head_type="rnn"), "'rnn'"),
+    (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
+    (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),
+    (library("dflash", transformer_layer_config=None), "no transformer_layer_config"),
+    (library("dflash", draft_vocab_size=50), "one is missing"),
+    (library("dflash", draft_vocab_size=None), "no draft_vocab_size"),
+])  # fmt: skip
 def test_refusals_of_the_speculators_library(tmp_path: Path, told: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load(lay(tmp_path, told, tensors()))

@@ -149,15 +149,12 @@ def test_it_is_saved_and_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in made.tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"target_layer_ids": None}, "has no target_layer_ids"),
-        ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model.*of a kind that is not read"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "if the head is one of DeepSpec, write"),
-        ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"target_layer_ids": None}, "has no target_layer_ids"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model.*of a kind that is not read"),
+    ({"architectures": ["Eagle3LlamaForCausalLM"]}, "if the head is one of DeepSpec, write"),
+    ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     """Guards against heads whose layer is another one."""
     published(tmp_path, **changes)

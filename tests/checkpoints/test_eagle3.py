@@ -88,20 +88,17 @@ def formats() -> dict[str, Any]:
 EAGLE1 = {f"layers.0.{x}.weight" for x in ("self_attn.q_proj", "post_attention_layernorm")} | {"fc.weight"}
 
 
-@pytest.mark.parametrize(
-    ("config", "names", "expected"),
-    [
-        *[(*FORMS[form](), [FILES[form]]) for form in FORMS],
-        (LAYER, tensors(), ["safeailab3"]),
-        (LAYER | {"architectures": ["Qwen3ForCausalLM"]}, tensors(), ["safeailab3"]),
-        (LAYER | {"architectures": ["EyasEagle3ForCausalLM"]}, tensors(), ["safeailab3"]),
-        (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["sglang"]),
-        (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
-        (LAYER, EAGLE1, ["safeailab"]),
-        (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators_block"]),
-        (LAYER | {"architectures": ["LlamaForCausalLM"]}, ["model.layers.0.self_attn.q_proj.weight"], []),
-    ],
-)
+@pytest.mark.parametrize(("config", "names", "expected"), [
+    *[(*FORMS[form](), [FILES[form]]) for form in FORMS],
+    (LAYER, tensors(), ["safeailab3"]),
+    (LAYER | {"architectures": ["Qwen3ForCausalLM"]}, tensors(), ["safeailab3"]),
+    (LAYER | {"architectures": ["EyasEagle3ForCausalLM"]}, tensors(), ["safeailab3"]),
+    (LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}, EAGLE1, ["sglang"]),
+    (LAYER | {"architectures": ["LlamaForCausalLM"]}, EAGLE1, ["safeailab"]),
+    (LAYER, EAGLE1, ["safeailab"]),
+    (LAYER | {"speculators_model_type": "dflash"}, EAGLE1, ["speculators_block"]),
+    (LAYER | {"architectures": ["LlamaForCausalLM"]}, ["model.layers.0.self_attn.q_proj.weight"], []),
+])  # fmt: skip
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
     """Guards against a head that two formats claim, so that the order of the files would decide how it is read."""
     readable = {name: form for name, form in formats().items() if hasattr(form, "read")}
@@ -127,20 +124,17 @@ def inner(ids: Any, **more: Any) -> dict[str, Any]:
 TOP = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
 
 
-@pytest.mark.parametrize(
-    ("head", "layers", "meaning"),
-    [
-        (specforge(**inner([1, 5, 9])), (2, 6, 10), "output"),
-        (modelopt([1, 5, 9]), (2, 6, 10), "output"),
-        (vllm(**inner([1, 5, 9])), (1, 5, 9), "input"),
-        (vllm(**TOP), (1, 5, 9), "input"),
-        (speculators(**TOP), (1, 5, 9), "input"),
-        (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
-        (vllm(**inner([1, 5, 9]), eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
-        (safeailab(**TOP, eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
-        (specforge(**TOP, eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
-    ],
-)
+@pytest.mark.parametrize(("head", "layers", "meaning"), [
+    (specforge(**inner([1, 5, 9])), (2, 6, 10), "output"),
+    (modelopt([1, 5, 9]), (2, 6, 10), "output"),
+    (vllm(**inner([1, 5, 9])), (1, 5, 9), "input"),
+    (vllm(**TOP), (1, 5, 9), "input"),
+    (speculators(**TOP), (1, 5, 9), "input"),
+    (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+    (vllm(**inner([1, 5, 9]), eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+    (safeailab(**TOP, eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+    (specforge(**TOP, eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+])  # fmt: skip
 def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, ...], meaning: str) -> None:
     """Guards against features that are off by one layer: the head still runs, and accepts a tenth instead of a half."""
     config = read(tmp_path, head).config
@@ -164,35 +158,29 @@ DISAGREE = "d2t and t2d disagree: 7 ids by d2t, "
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("says", "held"),
-    [
-        (DISAGREE + "7 by t2d, and id 0 is in one", {"d2t": maps()["d2t"] + 1, "t2d": maps()["t2d"]}),
-        (DISAGREE + "7 by t2d, and id 9 is in one", {"t2d": maps([0, 3, 4, 10, 11, 17, 18])["t2d"]}),
-        (DISAGREE + "6 by t2d, and id 18", {"t2d": maps(IDS[:-1])["t2d"]}),
-        ("d2t holds the target's ids themselves", {"d2t": torch.tensor(IDS), "t2d": maps()["t2d"]}),
-    ],
-)
+@pytest.mark.parametrize(("says", "held"), [
+    (DISAGREE + "7 by t2d, and id 0 is in one", {"d2t": maps()["d2t"] + 1, "t2d": maps()["t2d"]}),
+    (DISAGREE + "7 by t2d, and id 9 is in one", {"t2d": maps([0, 3, 4, 10, 11, 17, 18])["t2d"]}),
+    (DISAGREE + "6 by t2d, and id 18", {"t2d": maps(IDS[:-1])["t2d"]}),
+    ("d2t holds the target's ids themselves", {"d2t": torch.tensor(IDS), "t2d": maps()["t2d"]}),
+])  # fmt: skip
 def test_maps_that_disagree(tmp_path: Path, form: str, says: str, held: dict[str, Any]) -> None:
     """Guards against draft tokens that mean another token, one place off or altogether, which only
     acceptance would show."""
     refused(tmp_path, FORMS[form](), says, **held)
 
 
-@pytest.mark.parametrize(
-    ("held", "says"),
-    [
-        ({"d2t": torch.tensor(IDS)}, "d2t leads out of the vocabulary of 20, to 0 ... 24; it must hold offsets"),
-        ({"d2t": maps()["d2t"] - 1}, "out of the vocabulary of 20, to -1 ... 17"),
-        ({"d2t": maps()["d2t"] * torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "draft tokens 5, 6 lead to 17, 6"),
-        ({"d2t": torch.tensor([0, 2, 1, 2, 6, 12, 12])}, "draft tokens 1, 2 lead to 3, 3"),
-        ({"d2t": maps()["d2t"].float()}, "d2t is torch.float32; it must be int64"),
-        ({"d2t": None}, r"missing d2t \[7\]"),
-        ({"d2t": maps()["d2t"][:6]}, r"d2t is \[6\] and should be \[7\]"),
-        ({"t2d": maps()["t2d"].long()}, "t2d is torch.int64; it must be bool"),
-        ({"t2d": maps()["t2d"][:19]}, r"t2d is \[19\] and should be \[20\]"),
-    ],
-)
+@pytest.mark.parametrize(("held", "says"), [
+    ({"d2t": torch.tensor(IDS)}, "d2t leads out of the vocabulary of 20, to 0 ... 24; it must hold offsets"),
+    ({"d2t": maps()["d2t"] - 1}, "out of the vocabulary of 20, to -1 ... 17"),
+    ({"d2t": maps()["d2t"] * torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "draft tokens 5, 6 lead to 17, 6"),
+    ({"d2t": torch.tensor([0, 2, 1, 2, 6, 12, 12])}, "draft tokens 1, 2 lead to 3, 3"),
+    ({"d2t": maps()["d2t"].float()}, "d2t is torch.float32; it must be int64"),
+    ({"d2t": None}, r"missing d2t \[7\]"),
+    ({"d2t": maps()["d2t"][:6]}, r"d2t is \[6\] and should be \[7\]"),
+    ({"t2d": maps()["t2d"].long()}, "t2d is torch.int64; it must be bool"),
+    ({"t2d": maps()["t2d"][:19]}, r"t2d is \[19\] and should be \[20\]"),
+])  # fmt: skip
 def test_broken_maps(tmp_path: Path, held: dict[str, Any], says: str) -> None:
     """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare
     with; a map of short integers is read as any other."""
@@ -274,23 +262,20 @@ def marked(**flags: Any) -> Head:
 SLIDING = {"layer_types": ["sliding_attention"]}
 
 
-@pytest.mark.parametrize(
-    ("head", "key", "value"),
-    [
-        *[(f(norm_output=True, eyas={"carries": x}), "carries", x) for f in (specforge, safeailab) for x in ("raw", "normed")],
-        *[(f(norm_output=True), "carries", "normed") for f in (vllm, speculators)],
-        (vllm(**inner(None, norm_output=True)), "carries", "normed"),
-        (specforge(norm_output=False), "carries", "raw"),
-        (safeailab(bias=True, attention_bias=True), "fc_bias", False),  # the authors' code does not look at these keys
-        (safeailab(bias=True, attention_bias=True), "qkv_bias", False),
-        (speculators(layer={**SLIDING, "sliding_window": 64}), "window", 64),
-        (vllm(use_sliding_window=True, sliding_window=64), "window", 64),
-        (specforge(sliding_window=64, use_sliding_window=False), "window", None),
-        (specforge(sliding_window=None, use_sliding_window=True), "window", None),
-        (vllm(sliding_window=64, layer_types=["full_attention"]), "window", None),
-        (speculators(layer={**SLIDING, "sliding_window": 512}), "window", None),  # as long as what it was trained for
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("head", "key", "value"), [
+    *[(f(norm_output=True, eyas={"carries": x}), "carries", x) for f in (specforge, safeailab) for x in ("raw", "normed")],
+    *[(f(norm_output=True), "carries", "normed") for f in (vllm, speculators)],
+    (vllm(**inner(None, norm_output=True)), "carries", "normed"),
+    (specforge(norm_output=False), "carries", "raw"),
+    (safeailab(bias=True, attention_bias=True), "fc_bias", False),  # the authors' code does not look at these keys
+    (safeailab(bias=True, attention_bias=True), "qkv_bias", False),
+    (speculators(layer={**SLIDING, "sliding_window": 64}), "window", 64),
+    (vllm(use_sliding_window=True, sliding_window=64), "window", 64),
+    (specforge(sliding_window=64, use_sliding_window=False), "window", None),
+    (specforge(sliding_window=None, use_sliding_window=True), "window", None),
+    (vllm(sliding_window=64, layer_types=["full_attention"]), "window", None),
+    (speculators(layer={**SLIDING, "sliding_window": 512}), "window", None),  # as long as what it was trained for
+])  # fmt: skip
 def test_settings(tmp_path: Path, head: Head, key: str, value: Any) -> None:
     """Guards against a state fed back normed to a head that was trained on the raw one, biases that are not there, and
     the window that a head's layer was trained with."""
@@ -338,20 +323,17 @@ MORE_FEATURES = "num_aux_hidden_states 5 and names 3 layers .* name all of them 
 SHORT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 512.0}
 
 
-@pytest.mark.parametrize(
-    ("changes", "theta", "scaling"),
-    [
-        ({}, 10000.0, None),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
-        ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
-        ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
-        ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
-        ({"rope_theta": 150000, "rope_parameters": {**YARN, "truncate": False}}, 150000.0, {**YARN, "truncate": False}),
-        ({"rope_scaling": {"type": "yarn", "factor": 32}, "max_position_embeddings": 512}, 10000.0, SHORT_YARN),
-    ],
-)
+@pytest.mark.parametrize(("changes", "theta", "scaling"), [
+    ({}, 10000.0, None),
+    ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
+    ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
+    ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
+    ({"rope_theta": 150000, "rope_parameters": {**YARN, "truncate": False}}, 150000.0, {**YARN, "truncate": False}),
+    ({"rope_scaling": {"type": "yarn", "factor": 32}, "max_position_embeddings": 512}, 10000.0, SHORT_YARN),
+])  # fmt: skip
 def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
     """Guards against a RoPE of another base or scaling than the head was trained with: it loads, and accepts less."""
     for head in (safeailab(**changes), specforge(**changes), vllm(**changes), speculators(layer=changes)):

@@ -223,15 +223,12 @@ def test_refusals_of_eagle3(target: Target, tmp_path: Path) -> None:
     refused(tmp_path, (broken, settings), "missing fc.weight")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "setting", "says"),
-    [
-        ("blk.0.post_attention_norm.weight", {}, "the layers are Gemma 4's"),
-        ("blk.0.attn_sinks.weight", {}, "the attention has sinks"),
-        ("", {"hyper_connection.count": 4}, "DeepSeek-V4's"),
-        ("", {"attention.value_scale": 0.5}, "values of the attention have a factor"),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "setting", "says"), [
+    ("blk.0.post_attention_norm.weight", {}, "the layers are Gemma 4's"),
+    ("blk.0.attn_sinks.weight", {}, "the attention has sinks"),
+    ("", {"hyper_connection.count": 4}, "DeepSeek-V4's"),
+    ("", {"attention.value_scale": 0.5}, "values of the attention have a factor"),
+])  # fmt: skip
 def test_refusals_of_block_heads(tensor: str, setting: Any, says: str, target: Target, tmp_path: Path) -> None:
     """Guards layers that are computed in another way."""
     _, (tensors, settings) = block_parts(target, tmp_path / "head", "dflash")

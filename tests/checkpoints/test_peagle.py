@@ -61,24 +61,21 @@ def test_other_classes(tmp_path: Path) -> None:
     refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
 
 
-@pytest.mark.parametrize(
-    ("head", "changed", "says"),
-    [
-        (flat(pard_token=None), {}, "must name one mask token"),
-        (flat(ptd_token_id=8), {}, "must name one mask token"),
-        (flat(pard_token="9"), {}, "must name one mask token"),
-        (speculators(mask_token_id=None), {}, "must name one mask token"),
-        (flat(), {"mask_hidden": MASK[:-1]}, "should hold 24 numbers"),
-        (flat(), {"mask_hidden": MASK.view(3, D)}, "should hold 24 numbers"),
-        (speculators(), {"mask_hidden": None}, "has no mask_hidden"),
-        (flat(parallel_drafting=False), {}, "parallel_drafting False"),
-        (flat(parallel_draft_step=4), {}, "parallel_draft_step 4"),
-        (flat(eyas={"levels": 0}), {}, "has levels 0"),
-        (flat(), {"fc.bias": torch.zeros(D)}, "biases"),
-        (flat(), {"state": torch.zeros(3)}, "unexpected state"),
-        (speculators(norm_before_residual=None), {}, "no norm_before_residual"),
-    ],
-)
+@pytest.mark.parametrize(("head", "changed", "says"), [
+    (flat(pard_token=None), {}, "must name one mask token"),
+    (flat(ptd_token_id=8), {}, "must name one mask token"),
+    (flat(pard_token="9"), {}, "must name one mask token"),
+    (speculators(mask_token_id=None), {}, "must name one mask token"),
+    (flat(), {"mask_hidden": MASK[:-1]}, "should hold 24 numbers"),
+    (flat(), {"mask_hidden": MASK.view(3, D)}, "should hold 24 numbers"),
+    (speculators(), {"mask_hidden": None}, "has no mask_hidden"),
+    (flat(parallel_drafting=False), {}, "parallel_drafting False"),
+    (flat(parallel_draft_step=4), {}, "parallel_draft_step 4"),
+    (flat(eyas={"levels": 0}), {}, "has levels 0"),
+    (flat(), {"fc.bias": torch.zeros(D)}, "biases"),
+    (flat(), {"state": torch.zeros(3)}, "unexpected state"),
+    (speculators(norm_before_residual=None), {}, "no norm_before_residual"),
+])  # fmt: skip
 def test_faults(tmp_path: Path, head: Head, changed: dict[str, Tensor | None], says: str) -> None:
     """Guards against a head that runs as what it is not."""
     refused(tmp_path, head, says, **changed)

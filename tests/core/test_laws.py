@@ -141,36 +141,30 @@ def test_the_end_comes_after_min_tokens_and_no_later() -> None:
             assert (steps[-1].finish == "stop") == (new[-1] == token)
 
 
-@pytest.mark.parametrize(
-    ("make_request", "message"),
-    [
-        (
-            lambda: Request((1,), 5, Sampling(logit_bias=((160, 1.0),))),
-            "logit_bias: token id 160 is outside the target's",
-        ),
-        (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
-        (
-            lambda: wished((1,), 5, logprobs=161),
-            r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161",
-        ),
-        (lambda: wished((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
-    ],
-)
+@pytest.mark.parametrize(("make_request", "message"), [
+    (
+        lambda: Request((1,), 5, Sampling(logit_bias=((160, 1.0),))),
+        "logit_bias: token id 160 is outside the target's",
+    ),
+    (lambda: Request((1,), 5, min_tokens=6), r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
+    (
+        lambda: wished((1,), 5, logprobs=161),
+        r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161",
+    ),
+    (lambda: wished((1,), 5, prompt_logprobs=-1), "prompt_logprobs must be from 0"),
+])  # fmt: skip
 def test_requests_that_cannot_be_served(make_request: Any, message: str) -> None:
     """Guards the queue: they are refused when they are added."""
     with pytest.raises(InputError, match=message):
         Decoder(target(False), make("vanilla", target(False))).add(make_request())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
-        ({"logit_bias": ((3, 101.0),)}, "the bias of token 3 must be from -100 to 100, got 101"),
-        ({"logit_bias": ((-1, 1.0),)}, "-1 is not a token id"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
+    ({"logit_bias": ((3, 101.0),)}, "the bias of token 3 must be from -100 to 100, got 101"),
+    ({"logit_bias": ((-1, 1.0),)}, "-1 is not a token id"),
+])  # fmt: skip
 def test_impossible_laws(options: dict[str, Any], message: str) -> None:
     """Guards the ranges of OpenAI's interface."""
     with pytest.raises(OptionError, match=message):

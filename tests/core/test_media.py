@@ -160,16 +160,13 @@ def test_log_probabilities(kind: str, target: Target) -> None:
 
 
 @pytest.mark.quick("changes1-hides tokens: make it without padding")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
-        ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
-        ({"pixel_values": [[0.0]]}, "pixel_values is not a tensor"),
-        ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
-        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
+    ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
+    ({"pixel_values": [[0.0]]}, "pixel_values is not a tensor"),
+    ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
+    ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
+])  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     llm = eyas.load(make_model("llava"), method="vanilla", tokenizer=False)
     with pytest.raises(InputError, match=message) as caught:
@@ -240,15 +237,12 @@ def test_messages_with_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick("*only parts of text are read here")
-@pytest.mark.parametrize(
-    ("processor", "part", "message"),
-    [
-        (True, {"type": "image", "path": "no/such.png"}, "message 1: there is no image no/such.png"),
-        (True, {"type": "image"}, "refuses these messages"),
-        (True, {"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
-        (False, {"type": "image", "path": "a.png"}, "give what the model's processor returns"),
-    ],
-)
+@pytest.mark.parametrize(("processor", "part", "message"), [
+    (True, {"type": "image", "path": "no/such.png"}, "message 1: there is no image no/such.png"),
+    (True, {"type": "image"}, "refuses these messages"),
+    (True, {"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
+    (False, {"type": "image", "path": "a.png"}, "give what the model's processor returns"),
+])  # fmt: skip
 def test_messages_that_are_refused(processor: bool, part: dict[str, Any], message: str, tmp_path: Path) -> None:
     llm = eyas.load(
         with_processor(tmp_path) if processor else make_model("llava"), "suffix", tokenizer=None if processor else False

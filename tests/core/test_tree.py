@@ -183,23 +183,20 @@ def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: rando
     assert check_choices(choices) == choices
 
 
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
-        ([], "empty"),
-        ([[]], "not a list of ranks"),
-        ([[0], [-1]], "not a list of ranks"),
-        ([[0], [True]], "not a list of ranks"),
-        ([[0], [0, False]], "not a list of ranks"),
-        ([[0], [1.0]], "not a list of ranks"),
-        (["ab"], "not a list of ranks"),
-        ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
-        ([[0, 0]], r"\[0, 0\] has no parent; add \[0\]"),
-        ([[0], [2]], r"\[2\] has no elder sibling; add \[1\]"),
-        ([[1]], r"\[1\] has no elder sibling; add \[0\]"),
-        ([[0], [0, 1]], r"\[0, 1\] has no elder sibling; add \[0, 0\]"),
-    ],
-)
+@pytest.mark.parametrize(("choices", "words"), [
+    ([], "empty"),
+    ([[]], "not a list of ranks"),
+    ([[0], [-1]], "not a list of ranks"),
+    ([[0], [True]], "not a list of ranks"),
+    ([[0], [0, False]], "not a list of ranks"),
+    ([[0], [1.0]], "not a list of ranks"),
+    (["ab"], "not a list of ranks"),
+    ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
+    ([[0, 0]], r"\[0, 0\] has no parent; add \[0\]"),
+    ([[0], [2]], r"\[2\] has no elder sibling; add \[1\]"),
+    ([[1]], r"\[1\] has no elder sibling; add \[0\]"),
+    ([[0], [0, 1]], r"\[0, 1\] has no elder sibling; add \[0, 0\]"),
+])  # fmt: skip
 def test_what_is_no_tree_is_refused(choices: list[list[object]], words: str) -> None:
     """Guards the user's own tree files: each mistake is named, with what would mend it. Deterministic."""
     with pytest.raises(OptionError, match=words):

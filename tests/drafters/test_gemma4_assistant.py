@@ -186,26 +186,23 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backbone_hidden_size": 7}, "for a target of hidden size 7"),
-        ({"text_config": {}}, "no text_config"),
-        ({"backbone_hidden_size": "x"}, "backbone_hidden_size"),
-        ({**CLUSTERS, "num_centroids": 7}, "do not divide a vocabulary"),
-        ({**CLUSTERS, "num_centroids": None}, "makes no assistant"),
-        (CLUSTERS, "missing masked_embedding"),
-        ({"text": {"num_hidden_layers": 10**9}}, "config.json counts 1000000000 layers"),
-        ({"text": {"intermediate_size": 10**9}}, "should be"),
-        ({"text": {"hidden_size": "x"}}, "makes no assistant"),
-        ({"text": {"layer_types": [5]}}, "makes no assistant"),
-        ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
-        ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
-        ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
-        ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
-        ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"backbone_hidden_size": 7}, "for a target of hidden size 7"),
+    ({"text_config": {}}, "no text_config"),
+    ({"backbone_hidden_size": "x"}, "backbone_hidden_size"),
+    ({**CLUSTERS, "num_centroids": 7}, "do not divide a vocabulary"),
+    ({**CLUSTERS, "num_centroids": None}, "makes no assistant"),
+    (CLUSTERS, "missing masked_embedding"),
+    ({"text": {"num_hidden_layers": 10**9}}, "config.json counts 1000000000 layers"),
+    ({"text": {"intermediate_size": 10**9}}, "should be"),
+    ({"text": {"hidden_size": "x"}}, "makes no assistant"),
+    ({"text": {"layer_types": [5]}}, "makes no assistant"),
+    ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
+    ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
+    ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
+    ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
+    ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),
+])  # fmt: skip
 def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Bugs: an assistant of another target drafts nonsense, or a damaged one ends in a traceback."""
     target = Target(zoo.FAMILIES["gemma4"]())

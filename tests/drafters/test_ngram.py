@@ -248,16 +248,13 @@ def test_padding_is_no_candidate() -> None:
     assert drafts
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("prompt_lookup", {"lookup.longest": 0}, "lookup.longest must be a whole number, 1 or more, got 0"),
-        ("prompt_lookup", {"lookup.shortest": 4}, "lookup.shortest is 4, more than lookup.longest, 3"),
-        ("prompt_lookup", {"lookup.pick": "newst"}, "unknown lookup.pick 'newst'; did you mean newest"),
-        ("suffix", {"suffix.nodes": True}, "suffix.nodes must be a whole number, 1 or more, got True"),
-        ("suffix", {"suffix.dept": 3}, "unknown option 'suffix.dept'; did you mean suffix.depth"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("prompt_lookup", {"lookup.longest": 0}, "lookup.longest must be a whole number, 1 or more, got 0"),
+    ("prompt_lookup", {"lookup.shortest": 4}, "lookup.shortest is 4, more than lookup.longest, 3"),
+    ("prompt_lookup", {"lookup.pick": "newst"}, "unknown lookup.pick 'newst'; did you mean newest"),
+    ("suffix", {"suffix.nodes": True}, "suffix.nodes must be a whole number, 1 or more, got True"),
+    ("suffix", {"suffix.dept": 3}, "unknown option 'suffix.dept'; did you mean suffix.depth"),
+])  # fmt: skip
 def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
     """Guards the one line that a user reads. Deterministic."""
     with pytest.raises(OptionError, match=message):

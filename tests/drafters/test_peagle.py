@@ -126,17 +126,14 @@ def test_no_deeper_than_trained(target: Target) -> None:
     assert max(int(step.draft.tree.depth_BN.max()) for step in steps if step.draft is not None) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head.levels": 0}, "head"),
-        ({"head.depth": 0}, "head"),
-        ({"head.mask_token": -1}, "head"),
-        ({"head.mask_token": 160}, "160 embeddings"),
-        ({"train.decay": 0}, "train.decay"),
-        ({"train.objective": "tokens"}, "train.objective"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"head.levels": 0}, "head"),
+    ({"head.depth": 0}, "head"),
+    ({"head.mask_token": -1}, "head"),
+    ({"head.mask_token": 160}, "160 embeddings"),
+    ({"train.decay": 0}, "train.decay"),
+    ({"train.objective": "tokens"}, "train.objective"),
+])  # fmt: skip
 def test_impossible_options(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         made("peagle", target, **options)

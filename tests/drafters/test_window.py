@@ -163,14 +163,11 @@ def test_a_head_that_was_trained_with_a_window_keeps_it(target: Target) -> None:
     assert make(target, "eagle3", **{"window.size": 5}).window() == (4, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window.size": 0}, r"window\.size must be a whole number, 1 or more, got 0"),
-        ({"window.sink": -1}, r"window\.sink must be a whole number, 0 or more, got -1"),
-        ({"window.crop": "half"}, r"unknown window\.crop 'half'.*halves"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"window.size": 0}, r"window\.size must be a whole number, 1 or more, got 0"),
+    ({"window.sink": -1}, r"window\.sink must be a whole number, 0 or more, got -1"),
+    ({"window.crop": "half"}, r"unknown window\.crop 'half'.*halves"),
+])  # fmt: skip
 def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         make(target, **options)

@@ -76,16 +76,13 @@ def test_eyas_loads_with_a_map(folder: Path, whole: PreTrainedModel, tmp_path: P
     assert list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids) == plain_decode(whole, Request((5, 9, 3), 8))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device_map": "everywhere"}, "device 'everywhere' cannot be used here"),
-        ({"device_map": {}}, "gives a device to each part"),
-        ({"device_map": "auto", "device": "cpu"}, "write one of them"),
-        ({"offload_folder": "off"}, "give both"),
-        ({"device_map": "missing.json"}, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"device_map": "everywhere"}, "device 'everywhere' cannot be used here"),
+    ({"device_map": {}}, "gives a device to each part"),
+    ({"device_map": "auto", "device": "cpu"}, "write one of them"),
+    ({"offload_folder": "off"}, "give both"),
+    ({"device_map": "missing.json"}, "cannot be read"),
+])  # fmt: skip
 def test_what_is_refused(options: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises((OptionError, InputError, ModelError), match=message) as caught:
         eyas.load(folder, "suffix", **options)

@@ -141,17 +141,14 @@ def test_a_table_of_tokens_in_every_head_for_openvino(tmp_path: Path, target: Ta
         assert tensors["t2d"].nonzero().flatten().tolist() == found
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"from_anchor": True}, "slots that predict the next token"),
-        ({"windows": (7, 7), "causal": (True, True)}, "earlier slots only"),
-        ({"windows": (7, 7)}, "has windows"),
-        ({"embed_scale": 3.0}, "factors of embeddings"),
-        ({"logit_cap": 2.0}, "factors of embeddings or logits, or a cap"),
-        ({"feature_layers": (0, 2)}, "embeddings as one of its features"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    ({"from_anchor": True}, "slots that predict the next token"),
+    ({"windows": (7, 7), "causal": (True, True)}, "earlier slots only"),
+    ({"windows": (7, 7)}, "has windows"),
+    ({"embed_scale": 3.0}, "factors of embeddings"),
+    ({"logit_cap": 2.0}, "factors of embeddings or logits, or a cap"),
+    ({"feature_layers": (0, 2)}, "embeddings as one of its features"),
+])  # fmt: skip
 def test_dflash_heads_that_openvino_computes_otherwise(
     told: dict[str, Any], message: str, tmp_path: Path, target: Target
 ) -> None:

@@ -43,18 +43,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "measure", lambda drafter: COSTS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "option --output is missing"),
-        (("--output", "x", "--method", "vanilla"), "--method vanilla: known: eagle3, mtp"),
-        (("--output", "x", "--method", "eagle4"), "did you mean eagle3?"),
-        (("--output", "x", "--data", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
-        (("--output", "x", "--minutes", "0"), "--minutes"),
-        (("--output", "x", "--target", "llama"), "the model is named twice"),
-        (("--output", "x", "--weights", "int8"), "--weights int8: features are read"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "option --output is missing"),
+    (("--output", "x", "--method", "vanilla"), "--method vanilla: known: eagle3, mtp"),
+    (("--output", "x", "--method", "eagle4"), "did you mean eagle3?"),
+    (("--output", "x", "--data", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+    (("--output", "x", "--minutes", "0"), "--minutes"),
+    (("--output", "x", "--target", "llama"), "the model is named twice"),
+    (("--output", "x", "--weights", "int8"), "--weights int8: features are read"),
+])  # fmt: skip
 def test_bad_options_are_refused(
     refused: Callable[..., str], arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

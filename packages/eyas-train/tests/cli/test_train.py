@@ -122,13 +122,10 @@ def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_pa
     assert said in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("every", "said"),
-    [
-        (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
-        (0, "eyas: interrupted: no step is saved; the same command begins again"),
-    ],
-)
+@pytest.mark.parametrize(("every", "said"), [
+    (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
+    (0, "eyas: interrupted: no step is saved; the same command begins again"),
+])  # fmt: skip
 def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
     every: int, said: str, run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

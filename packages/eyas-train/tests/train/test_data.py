@@ -209,33 +209,30 @@ IMAGE = [{"type": "image", "url": "x"}]
 # --- bad lines -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{broken", r"not JSON .* repair or drop the line"),
-        ("[" * 100_000, r"JSON"),
-        ("3", r"not a JSON object"),
-        ({"text": "hi"}, r'no list "messages" or "conversations"'),
-        ({"messages": "hi"}, r'no list "messages"'),
-        ({"messages": []}, r"no assistant's turn"),
-        ({"messages": TWO[:1]}, r"no assistant's turn"),
-        ({"messages": ["hi"]}, r"message 1 must be a dict"),
-        (
-            {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
-            r"5 has the unknown role 'asistant'; did you mean",
-        ),
-        ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
-        ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
-        (
-            {"messages": [{"role": "user", "content": IMAGE}]},
-            "part 1 of message 1 is of type 'image': only parts of text",
-        ),
-        ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
-        ({"messages": turns("\ud800", "x")}, r"Unicode"),
-        (b'{"messages": "\xff"}', "not UTF-8 at byte 14; save the file as UTF-8 or drop the line"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{broken", r"not JSON .* repair or drop the line"),
+    ("[" * 100_000, r"JSON"),
+    ("3", r"not a JSON object"),
+    ({"text": "hi"}, r'no list "messages" or "conversations"'),
+    ({"messages": "hi"}, r'no list "messages"'),
+    ({"messages": []}, r"no assistant's turn"),
+    ({"messages": TWO[:1]}, r"no assistant's turn"),
+    ({"messages": ["hi"]}, r"message 1 must be a dict"),
+    (
+        {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
+        r"5 has the unknown role 'asistant'; did you mean",
+    ),
+    ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
+    ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
+    (
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        "part 1 of message 1 is of type 'image': only parts of text",
+    ),
+    ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
+    ({"messages": turns("\ud800", "x")}, r"Unicode"),
+    (b'{"messages": "\xff"}', "not UTF-8 at byte 14; save the file as UTF-8 or drop the line"),
+])  # fmt: skip
 def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, said: str) -> None:
     """One clear line with the file, the number and what to do; the good lines around it are read."""
     file = write(tmp_path, {"messages": TWO}, "LINE" if isinstance(line, bytes) else line, {"messages": TWO})

@@ -567,31 +567,28 @@ def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
 # --- options -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"lr": float("nan")}, "lr must be 0 or more; got nan"),
-        ({"min_lr_share": 1.5}, "min_lr_share is a share"),
-        ({"heldout": 1.0}, "heldout must leave something"),
-        ({"betas": (0.9, 1.0)}, "betas are two numbers"),
-        ({"steps": 0}, "steps must be a whole number, 1 or more; got 0"),
-        ({"steps": 2.5}, "steps must be a whole number"),
-        ({"steps": True}, "steps must be a whole number"),
-        ({"epochs": 0}, "epochs must be above 0"),
-        ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
-        ({"precision": "fp16"}, "precision is unknown"),
-        ({"optimizer": "adam"}, "optimizer is unknown; did you mean adamw"),
-        ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
-        ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
-        ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
-        ({"steps": 5, "minutes": 1.0}, "steps and minutes each say how long"),
-        ({"minutes": 0.0}, "minutes must be above 0"),
-        ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
-        ({"clip": -1.0}, "clip must be 0 or more"),
-        ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"lr": 0.0}, "lr must be above 0"),
+    ({"lr": float("nan")}, "lr must be 0 or more; got nan"),
+    ({"min_lr_share": 1.5}, "min_lr_share is a share"),
+    ({"heldout": 1.0}, "heldout must leave something"),
+    ({"betas": (0.9, 1.0)}, "betas are two numbers"),
+    ({"steps": 0}, "steps must be a whole number, 1 or more; got 0"),
+    ({"steps": 2.5}, "steps must be a whole number"),
+    ({"steps": True}, "steps must be a whole number"),
+    ({"epochs": 0}, "epochs must be above 0"),
+    ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
+    ({"precision": "fp16"}, "precision is unknown"),
+    ({"optimizer": "adam"}, "optimizer is unknown; did you mean adamw"),
+    ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
+    ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
+    ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
+    ({"steps": 5, "minutes": 1.0}, "steps and minutes each say how long"),
+    ({"minutes": 0.0}, "minutes must be above 0"),
+    ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
+    ({"clip": -1.0}, "clip must be 0 or more"),
+    ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
+])  # fmt: skip
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         TrainConfig(**options)

@@ -73,16 +73,13 @@ def test_marks_that_are_special_tokens(template: str, tmp_path: Path) -> None:
     assert ("Two and two." in tokenizer.decode(later)) == (template != FORGETFUL)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
-        ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
-        (f"{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>Yes.", {"content": "Yes.", "thinking": "Hm."}),
-        ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
-        ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
+    ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
+    (f"{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>Yes.", {"content": "Yes.", "thinking": "Hm."}),
+    ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
+    ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
+])  # fmt: skip
 def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
     """Calls keep their marks; gpt-oss' template refuses channels in content, and reads them under their keys."""
     tokenizer = tokenizer_with(CHATML)
@@ -175,15 +172,12 @@ def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [CUTTING, CUTTING_MARKED, NOT_OPENING])
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {"content": f"<think>\n{REASONED}"},
-        {"content": REASONED},  # as the model writes it after a prompt that opens with <think>
-        {"content": "Four.", "reasoning_content": "Two and two make four."},
-        {"content": "Four.", "reasoning": "Two and two make four."},
-    ],
-)
+@pytest.mark.parametrize("reply", [
+    {"content": f"<think>\n{REASONED}"},
+    {"content": REASONED},  # as the model writes it after a prompt that opens with <think>
+    {"content": "Four.", "reasoning_content": "Two and two make four."},
+    {"content": "Four.", "reasoning": "Two and two make four."},
+])  # fmt: skip
 def test_reasoning_that_the_template_cuts_is_learnt(tmp_path: Path, template: str, reply: dict[str, str]) -> None:
     """Guards against a head that learns the short answer alone: the prompt is the server's, and the
     reply what the model generates after it."""
@@ -219,15 +213,12 @@ def test_a_template_that_keeps_the_last_reasoning_writes_it(tmp_path: Path) -> N
     assert example.ids == render(tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"), add_generation_prompt=False)
 
 
-@pytest.mark.parametrize(
-    ("template", "reply"),
-    [
-        (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
-        (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
-        # writes calls before what was said, where the reasoning would have its place
-        (CALLS_FIRST, {"content": None, "reasoning_content": "Two and two."}),
-    ],
-)
+@pytest.mark.parametrize(("template", "reply"), [
+    (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
+    (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
+    # writes calls before what was said, where the reasoning would have its place
+    (CALLS_FIRST, {"content": None, "reasoning_content": "Two and two."}),
+])  # fmt: skip
 def test_words_that_cannot_be_learnt_are_reported(tmp_path: Path, template: str, reply: dict[str, Any]) -> None:
     """Guards against a silent loss where nothing tells how the model wrote what the template leaves out."""
     calls = {"tool_calls": [{"function": {"name": "now"}}]} if template is not CHATML else {}
@@ -285,15 +276,12 @@ def test_replies_that_do_not_count(tmp_path: Path, template: str, silent: dict[s
     assert said == ("fine thanks<|im_end|>" if place == 3 else "how are you<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("reply", "says"),
-    [
-        ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
-        ({"content": " "}, "the assistant says nothing that counts"),
-        ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
-        ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "says"), [
+    ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
+    ({"content": " "}, "the assistant says nothing that counts"),
+    ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
+    ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
+])  # fmt: skip
 def test_lines_in_which_nothing_counts(tmp_path: Path, reply: dict[str, Any], says: str) -> None:
     tokenizer = tokenizer_with(CHATML)
     with pytest.raises(InputError, match=says):

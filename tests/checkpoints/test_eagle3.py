@@ -382,7 +382,7 @@ REFUSED: list[tuple[Head, str]] = [
     *[(form(bias=True), r"missing fc\.bias") for form in (specforge, modelopt, vllm)],
     *[(form(attention_bias=True), r"missing .*self_attn\.q_proj\.bias") for form in (specforge, modelopt, vllm)],
     # several layers, in forms whose readers do not agree on them
-    *[(deep(form), 'one layer, .*compute in different ways.*"architectures": .."Eagle3LlamaForCausalLM"')
+    *[(deep(form), r'has one layer, .*compute in different ways.*"architectures": \["Eagle3LlamaForCausalLM"\]')
       for form in ("specforge", "modelopt", "safeailab3")],
     # RoPE
     (specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), "more than one rope_theta, 10000.0 and 1000000.0"),

@@ -31,17 +31,8 @@ from eyas.runners.cpu import CpuRunner
 from reference import SAMPLINGS, Oracle, run
 
 __all__ = [
-    "MODELS",
-    "MODES",
-    "PASSES",
-    "Counts",
-    "Referee",
-    "by_kernels",
-    "compare",
-    "compare_ids",
-    "model",
-    "runnable",
-]
+    "MODELS", "MODES", "PASSES", "Counts", "Referee", "by_kernels", "compare", "compare_ids", "model", "runnable",
+]  # fmt: skip
 
 T = TypeVar("T")
 Ids = tuple[int, ...]

@@ -186,12 +186,7 @@ class FixedPolicy(Policy):
 def controller(costs: Costs = FLAT, fallback: Any = None, grows: bool = True) -> AdaptiveController:
     """Makes the controller of a method whose trees grow, or do not."""
     if not grows:
-        own = replace(
-            costs,
-            own_nodes=OWN_TREE.nodes,
-            branches=(1,),
-            first=(costs.draft(OWN_TREE.depth, OWN_TREE.branch),),
-            deeper=(0.0,),
-        )
+        first = (costs.draft(OWN_TREE.depth, OWN_TREE.branch),)
+        own = replace(costs, own_nodes=OWN_TREE.nodes, branches=(1,), first=first, deeper=(0.0,))
         return AdaptiveController(lambda: own, fallback=fallback)
     return AdaptiveController(lambda: costs, LIMIT, fallback=fallback)

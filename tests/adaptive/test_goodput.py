@@ -163,18 +163,12 @@ def test_nothing_larger_yields_less() -> None:
                 assert acceptance(small) <= acceptance(large) + 1e-12
 
 
-@pytest.mark.parametrize("limit", [
-    TreeSize(1, 1, 1),
-    TreeSize(2, 1, 1),
-    TreeSize(60, 8, 10),
-    TreeSize(300, 3, 6),
-    TreeSize(9, 1, 4),
-    TreeSize(5, 12, 1),
-])  # fmt: skip
-def test_every_limit_has_sizes(limit: TreeSize) -> None:
+@pytest.mark.parametrize("limit", [(1, 1, 1), (2, 1, 1), (60, 8, 10), (300, 3, 6), (9, 1, 4), (5, 12, 1)])
+def test_every_limit_has_sizes(limit: tuple[int, int, int]) -> None:
     """Bug: a limit of the user's leaves no size, or one that exceeds it."""
-    found = sizes(limit)
+    largest = TreeSize(*limit)
+    found = sizes(largest)
     assert found
-    assert all(s.within(limit) == s for s in found)
-    assert all(s.depth < s.nodes for s in found if limit.nodes > 1)
-    assert planned(curve(0.1, 0.1), Acceptance(limit))[0] in found
+    assert all(s.within(largest) == s for s in found)
+    assert all(s.depth < s.nodes for s in found if largest.nodes > 1)
+    assert planned(curve(0.1, 0.1), Acceptance(largest))[0] in found

@@ -121,13 +121,8 @@ def test_llama3_is_found_in_its_factors(target: Target, tmp_path: Path) -> None:
 def test_yarn(target: Target, tmp_path: Path) -> None:
     """Guards YaRN's settings, each under its own name."""
     parts, settings = eagle3_parts(target)
-    keys = {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 128,
-        "yarn_attn_factor": 1.25,
-        "yarn_beta_fast": 16.0,
-    }
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+    keys |= {"yarn_attn_factor": 1.25, "yarn_beta_fast": 16.0}
     settings |= {f"rope.scaling.{key}": value for key, value in keys.items()}
     read = checkpoints.load(gguf_heads.write(tmp_path / "h.gguf", "eagle3", parts, settings))
     assert read.config["rope_scaling"] == {

@@ -93,15 +93,8 @@ def test_tiny_heads_come_back(method: str, name: str, tmp_path: Path, target: Ta
 
 
 KEPT = (
-    "layers",
-    "fc_norm",
-    "carries",
-    "feature_layers",
-    "num_features",
-    "draft_vocab_size",
-    "head",
-    "norm_before_residual",
-)
+    "layers", "fc_norm", "carries", "feature_layers", "num_features", "draft_vocab_size", "head", "norm_before_residual",
+)  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "norms of EAGLE-3.1": {"head.fc_norm": True, "head.norm_output": True},
     "explicit layers": EXPLICIT,

@@ -62,11 +62,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def texts(I: int, vocab: int, sampling: Sampling) -> Adjustments:  # noqa: E741
     """The adjustments of every prefix, counted by hand. With a logit bias token 2 ends the text,
     and two tokens must come before it."""
-    seen_IV, counts_IV, length_I = (
-        torch.zeros(I, vocab, dtype=torch.bool),
-        torch.zeros(I, vocab),
-        torch.zeros(I, dtype=torch.long),
-    )
+    seen_IV, counts_IV, length_I = torch.zeros(I, vocab) > 0, torch.zeros(I, vocab), torch.zeros(I, dtype=torch.long)
     seen_IV[0, 0] = True  # the first root is token 0, the prompt's
     for child in range(1, I):
         parent, token = divmod(child - 1, vocab)
@@ -269,21 +265,16 @@ def ranks(parents: Sequence[int]) -> list[int]:
 
 
 # --- deterministic trees ----------------------------------------------------------------------------
-CHOSEN: dict[
-    str, list[tuple[list[int], list[int]]]
-] = {  # name -> (parents, nodes that are no candidates); a batch holds all trees of a name
+# name -> (parents, nodes that are no candidates); a batch holds all trees of a name
+CHOSEN: dict[str, list[tuple[list[int], list[int]]]] = {
     "root": [([-1], [])],
     "chain": [([-1, 0, 1, 2], [])],
     "wide": [([-1, 0, 0, 0], [])],
     "binary": [([-1, 0, 0, 1, 1, 2, 2], [])],
     "not by level": [([-1, 0, 1, 2, 0, 4, 4], [])],
     "ragged": [([-1, 0, 0, 1, 1, 3], []), ([-1, 0, 1, 1, 2, 0], []), ([-1, 0, 0, 0, 3, 4], [])],
-    "scouts": [
-        ([-1, 0, 0, 0, 1, 2, 2, 5], [2]),
-        ([-1, 0, 0, 1, 1, 4, 0, 3], [3, 6, 7]),
-        ([-1, 0, 0, 1, 1, 1, 2, 6], [1]),
-    ],
-}
+    "scouts": [([-1, 0, 0, 0, 1, 2, 2, 5], [2]), ([-1, 0, 0, 1, 1, 4, 0, 3], [3, 6, 7]), ([-1, 0, 0, 1, 1, 1, 2, 6], [1])],
+}  # fmt: skip
 
 
 def chosen_rows(
@@ -303,11 +294,10 @@ def chosen_rows(
 
 def joined(drafts: list[Draft]) -> Draft:
     """One batch of several, all with one number of nodes and one bound of the depth."""
-    tree = Tree.build(
-        torch.cat([d.tree.parents_BN for d in drafts]),
-        drafts[0].tree.max_depth,
-        torch.cat([d.tree.acceptable_BN for d in drafts]),
+    parents_BN, acceptable_BN = (
+        torch.cat([getattr(d.tree, x) for d in drafts]) for x in ("parents_BN", "acceptable_BN")
     )
+    tree = Tree.build(parents_BN, drafts[0].tree.max_depth, acceptable_BN)
     q = [d.q_BNV for d in drafts if d.q_BNV is not None]
     return Draft(tree, torch.cat([d.tokens_BN for d in drafts]), None, torch.cat(q) if q else None)
 
@@ -444,12 +434,8 @@ def given_drafts(
     start_B, tokens_BN, prefix_BN, weight_B, _ = drawn_rows(world, start_W, parents)
     inner_N1 = torch.tensor([n in parents for n in range(len(parents))])[:, None]
     q_BNV = (world.q_IV[prefix_BN] * inner_N1).float()
-    return (
-        start_B,
-        Draft(Tree.build(torch.tensor([parents]).repeat(len(start_B), 1), depth), tokens_BN, None, q_BNV),
-        prefix_BN,
-        weight_B,
-    )
+    tree = Tree.build(torch.tensor([parents]).repeat(len(start_B), 1), depth)
+    return start_B, Draft(tree, tokens_BN, None, q_BNV), prefix_BN, weight_B
 
 
 def choices_of(parents: list[int]) -> Choices:
@@ -795,10 +781,8 @@ def test_drafts_draw_without_replacement() -> None:
     start_B, root_B = torch.zeros(B, dtype=torch.long), torch.full((B,), 6)
     roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(seeds), seeds)
     draft = grow_static(net_of(world, start_B), roots, ((0,), (1,), (0, 0), (1, 0)))
-    pairs, count = (
-        list(itertools.permutations(range(3), 2)),
-        torch.bincount(draft.tokens_BN[:, 1] * 3 + draft.tokens_BN[:, 2], minlength=9),
-    )
+    pairs = list(itertools.permutations(range(3), 2))
+    count = torch.bincount(draft.tokens_BN[:, 1] * 3 + draft.tokens_BN[:, 2], minlength=9)
     q_V = world.q_IV[0]
     expected = [float(q_V[x] * q_V[y] / (1 - q_V[x])) * B for x, y in pairs]
     assert count.sum() == sum(count[x * 3 + y] for x, y in pairs)
@@ -888,12 +872,8 @@ def random_batch(seed: int, drawn: bool, B: int = 24, V: int = 6) -> tuple[Draft
         tokens.append(drawn_here)
         candidates.append(useful)
     samplings = [Sampling(temperature=float(b % 3 > 0), seed=seed * 100 + b // 2) for b in range(B)]
-    draft = Draft(
-        Tree.build(torch.tensor(parents), depth, torch.tensor(candidates)),
-        torch.tensor(tokens),
-        None,
-        q_BNV if drawn else None,
-    )
+    tree = Tree.build(torch.tensor(parents), depth, torch.tensor(candidates))
+    draft = Draft(tree, torch.tensor(tokens), None, q_BNV if drawn else None)
     return draft, scores_BNV, torch.randint(0, 400, (B,), generator=generator), GumbelNoise.from_sampling(samplings)
 
 
@@ -944,12 +924,8 @@ def test_the_draw_does_not_depend_on_the_tree() -> None:
     world, B = ToyModels(5, 5), 200
     noise = GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=s) for s in range(B)])
     start_B, position_B = torch.arange(B) % 6, torch.arange(B) % 31
-    plain = verify(
-        Draft(Tree.chain(B, 1), torch.zeros(B, 1, dtype=torch.long)),
-        world.scores_IV[start_B][:, None],
-        position_B,
-        noise,
-    )
+    root_alone = Draft(Tree.chain(B, 1), torch.zeros(B, 1, dtype=torch.long))
+    plain = verify(root_alone, world.scores_IV[start_B][:, None], position_B, noise)
     for name, shapes in CHOSEN.items():
         for parents, scouts in shapes:
             draft, prefix_BN = chosen_rows(world, start_B, parents, scouts, depth_of(parents))
@@ -966,11 +942,8 @@ def test_the_draw_does_not_depend_on_the_tree() -> None:
 def one_row(
     parents: list[int], tokens: list[int], vocab: int, q_NV: Tensor | None = None, scouts: Sequence[int] = ()
 ) -> Draft:
-    tree = Tree.build(
-        torch.tensor([parents]),
-        max(1, depth_of(parents)),
-        torch.tensor([[n not in scouts for n in range(len(parents))]]),
-    )
+    acceptable_BN = torch.tensor([[n not in scouts for n in range(len(parents))]])
+    tree = Tree.build(torch.tensor([parents]), max(1, depth_of(parents)), acceptable_BN)
     return Draft(tree, torch.tensor([tokens]), None, None if q_NV is None else q_NV[None])
 
 
@@ -1009,14 +982,9 @@ def test_children_of_scouts_are_never_accepted() -> None:
 def bonus_law(draft: Draft, scores_BNV: Tensor) -> Tensor:
     """The law of the bonus when every accept test says no."""
     depth, K = draft.tree.max_depth, draft.tree.nodes
-    noise = Script(
-        torch.tensor([2]),
-        depth,
-        torch.zeros(1, depth + 1, scores_BNV.shape[-1]),
-        torch.zeros(1, depth * K + K, dtype=torch.bool),
-        siblings=K,
-    )
-    verify(draft, scores_BNV, torch.tensor([2]), noise)
+    root_B, no_BC = torch.tensor([2]), torch.zeros(1, depth * K + K, dtype=torch.bool)
+    noise = Script(root_B, depth, torch.zeros(1, depth + 1, scores_BNV.shape[-1]), no_BC, siblings=K)
+    verify(draft, scores_BNV, root_B, noise)
     return noise.added[-1][0].exp()
 
 

@@ -8,6 +8,7 @@ the source, so one inside a function or under TYPE_CHECKING counts like any othe
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,9 +101,8 @@ def imports_of(package: Path, rules: Rules, others: Collection[str] = ()) -> lis
         for node in _importing(file.read_text(encoding="utf-8")):
             for imported in _imported_by(node, importer, file, known):
                 if imported != importer:
-                    imports.append(
-                        Import(importer, imported, f"{file.relative_to(package.parent).as_posix()}:{node.lineno}")
-                    )
+                    where = f"{file.relative_to(package.parent).as_posix()}:{node.lineno}"
+                    imports.append(Import(importer, imported, where))
     return imports
 
 
@@ -126,15 +126,10 @@ def _imported_by(node: ast.stmt | ast.expr, importer: str, file: Path, modules: 
             # a constant that stands before every other import
             if (base, alias.name) != (importer.split(".")[0], "__version__"):
                 yield inner if inner in modules else base
-    elif (
-        isinstance(node, ast.Call)
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
-    ):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in ("import_module", "__import__"):
-            yield node.args[0].value
+    elif isinstance(node, ast.Call) and node.args and isinstance(name := getattr(node.args[0], "value", None), str):
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if function in ("import_module", "__import__"):
+            yield name
 
 
 def package_of(module: str, root: Path = EYAS) -> str:
@@ -310,13 +305,9 @@ def test_distributions_import_what_they_depend_on(name: str) -> None:
 
 def private_imports(imports: list[Import]) -> list[str]:
     """Return the imports of modules of other packages whose names begin with an underscore."""
-    return [
-        f"{i.where} imports {i.imported}"
-        for i in imports
-        if i.imported.startswith("eyas")
-        and package_of(i.importer) != package_of(i.imported)
-        and any(part[0] == "_" and part[:2] != "__" for part in i.imported.split(".")[1:])
-    ]
+    ours = (i for i in imports if i.imported.startswith("eyas") and package_of(i.importer) != package_of(i.imported))
+    private = re.compile(r"\._(?!_)")
+    return [f"{i.where} imports {i.imported}" for i in ours if private.search(i.imported)]
 
 
 def test_a_private_import_is_found() -> None:
@@ -390,13 +381,8 @@ def test_contributing_lists_the_layers() -> None:
     """Guards the table for readers: it says what LAYERS says."""
     text = (EYAS.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    listed = {
-        name.strip(" `"): int(layer)
-        for layer, packages, *_ in rows
-        if layer.lstrip("-").isdigit()
-        for name in packages.split(",")
-    }
-    assert listed == LAYERS
+    numbered = [(int(layer), packages) for layer, packages, *_ in rows if layer.lstrip("-").isdigit()]
+    assert {name.strip(" `"): layer for layer, packages in numbered for name in packages.split(",")} == LAYERS
 
 
 def test_import_eyas_does_not_import_torch() -> None:
@@ -412,7 +398,7 @@ def test_lazy_names() -> None:
     import eyas.core.sampling
 
     assert eyas.Sampling is eyas.core.sampling.Sampling
-    assert set(eyas.__all__) <= set(dir(eyas))
+    assert dir(eyas) == sorted(eyas.__all__)
     assert all(getattr(eyas, name) is not None for name in eyas.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Sampler'"):
         _ = eyas.Sampler

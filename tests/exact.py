@@ -140,7 +140,6 @@ def compare(referee: Referee, found: Found) -> Counts:
     return counts
 
 
-# --- passes ------------------------------------------------------------------------------------------------------------
 # effort: the share of the cases that are tried, chosen by the random numbers; 1: all of them.
 
 
@@ -261,9 +260,6 @@ def prefixes(target: Target, rng: random.Random, effort: float) -> Found:
 
 PASSES: dict[str, Read] = {"prompts in chunks": chunks, "trees": trees, "batches": batches, "levels of a tree": levels}
 PASSES["kept prefixes"] = prefixes
-
-
-# --- ids ---------------------------------------------------------------------------------------------------------------
 
 
 def compare_ids(target: Target, again: Target, effort: float) -> Counts:

@@ -70,9 +70,6 @@ def module_of(change: Change) -> str:
     return f"{PACKAGE}.{change.where.split(':')[0]}"
 
 
-# --- syntax trees ----------------------------------------------------------------------------------------------------------------------
-
-
 def rewritten(source: str, change: Rewrite) -> str:
     """The module's source with the change; comments are lost."""
     module = ast.parse(source)
@@ -173,9 +170,6 @@ class _Replaced(ast.NodeTransformer):
         if node is not self.old:
             return self.generic_visit(node)
         return self.new if isinstance(node, ast.stmt) else self.new[0]
-
-
-# --- imports ---------------------------------------------------------------------------------------------------------------------------
 
 
 def install(changes: Sequence[Change]) -> None:

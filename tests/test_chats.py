@@ -46,9 +46,6 @@ def written(template: str, *messages: Any, **keywords: Any) -> str:
     return write_chat(with_template(template), messages, **{"add_generation_prompt": False, **keywords})[0]
 
 
-# --- calls ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [STRICT, LENIENT])
 @pytest.mark.parametrize("arguments", ["", "  \n", None, "null", "{}", {}])
 def test_no_arguments_are_an_empty_object(template: str, arguments: Any) -> None:
@@ -128,9 +125,6 @@ def test_a_broken_template_blames_no_message() -> None:
     with pytest.raises(InputError, match="refuses these messages") as caught:
         written("{{ messages[0].content.missing() }}", USER, USER)
     assert "(message" not in str(caught.value)
-
-
-# --- roles and content ---------------------------------------------------------------------------------
 
 
 def test_developer_is_system_where_the_template_does_not_name_it() -> None:
@@ -223,8 +217,6 @@ def test_templates_that_leave_the_systems_texts_out() -> None:
         written(NONE, USER, USER)
 
 
-# --- tools ---------------------------------------------------------------------------------------------
-
 IDS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}
 {{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}({{ c.id }}){% endfor %}
 {%- if m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}
@@ -278,8 +270,6 @@ def test_one_form_leads_to_the_same_ids() -> None:
     tokenizer = with_template(STRICT)
     assert render(tokenizer, check_messages(chat)) == render(tokenizer, chat)
 
-
-# --- content that a template reads as parts -------------------------------------------------------------
 
 # Idefics 3's and SmolVLM's; Llava's; a mixture, whose system message is a string; and one that asks, as Gemma 3's does.
 IDEFICS = """{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}

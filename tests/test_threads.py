@@ -101,9 +101,6 @@ def adapters() -> Shared:
 KINDS: dict[str, Callable[[], Shared]] = {"heads": heads, "hybrid": hybrid, "kernels": kernels, "adapters": adapters}
 
 
-# --- programs
-
-
 def ids(rng: random.Random) -> list[int]:
     return [rng.randrange(6, VOCAB) for _ in range(rng.choice((3, 8, 21)))]
 

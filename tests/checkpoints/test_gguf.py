@@ -39,9 +39,6 @@ def refused(tmp_path: Path, parts: Parts, says: str, architecture: str = "eagle3
     assert "\n" not in str(error.value)
 
 
-# --- what is read ------------------------------------------------------------------------------------
-
-
 def test_eagle3(target: Target, tmp_path: Path) -> None:
     """Guards the rows of queries and keys, ids of the vocabulary, layer ids, names; the head drafts as its folder does."""
     made = eagle3_of(target)
@@ -181,9 +178,6 @@ def test_modules_of_targets(architecture: str, tmp_path: Path) -> None:
     parts["output_norm.weight"] = last
     assert_same(checkpoints.load(gguf_heads.write(path, architecture, parts, settings)), made, atol=1e-6)
     refused(tmp_path, ({**parts, f"blk.{L}.other.weight": last}, settings), "not known here: blk.4.other", architecture)
-
-
-# --- what is refused ---------------------------------------------------------------------------------
 
 
 def test_files_without_a_head(target: Target, tmp_path: Path) -> None:

@@ -172,9 +172,6 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
     assert max(len(step.tokens) for step in steps) == 17
 
 
-# --- the place in a prediction
-
-
 def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
     for token in tokens:
         prediction.read(token)
@@ -223,9 +220,6 @@ def test_a_place_is_that_of_the_longest_match() -> None:
                 assert lengths[prediction.position] == max(lengths) == prediction.matched
             if not prediction.unmatched:
                 assert text[prediction.position - 1] == token
-
-
-# --- limits
 
 
 def test_the_most_probable_nodes_are_kept() -> None:

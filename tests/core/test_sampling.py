@@ -180,7 +180,6 @@ def test_impossible_values_are_refused_by_name(name: str, value: object) -> None
         Sampling(**{name: value})
 
 
-# --- noise ---------------------------------------------------------------------------------------------------------------------------
 STREAMS = (GumbelNoise.TARGET, GumbelNoise.ACCEPT, GumbelNoise.DRAFT, GumbelNoise.BLOCK, GumbelNoise.SEARCH)
 WORD = 2**64 - 1
 

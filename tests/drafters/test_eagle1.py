@@ -129,8 +129,6 @@ def test_the_loss(target: Target, inputs: str) -> None:
     assert float(loss.total.detach()) == pytest.approx(total, rel=1e-4)
 
 
-# --- lossless ----------------------------------------------------------------------------------------------------------------------------
-
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),
     ("eagle1", {"tree.noise": "coupled"}),
@@ -154,9 +152,6 @@ def test_same_text_as_plain_decoding(
     for (request, expected), got in zip(answered, tokens, strict=True):
         drawn = method == "eagle1" and options.get("tree.noise") != "coupled" and not request.sampling.greedy
         assert got == (run(Decoder(target, drafter, 1), [request])[0][0] if drawn else expected)
-
-
-# --- trained and stored ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cover(inputs=2)

@@ -140,9 +140,6 @@ def test_a_target_without_a_module(tmp_path: Path) -> None:
         mtp.Method.from_pretrained(tmp_path, Target(model))
 
 
-# --- training
-
-
 def target_of(family: str) -> Target:
     return Target((zoo.FAMILIES | zoo.HYBRIDS)[family]())
 

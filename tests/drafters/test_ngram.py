@@ -52,9 +52,6 @@ def paths(guesses: Sequence[Guess]) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-# --- prompt lookup
-
-
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(texts, st.integers(1, 3), st.integers(0, 2), st.sampled_from(["newest", "oldest"]), st.integers(1, 3))
@@ -76,9 +73,6 @@ def test_lookup_is_a_search_through_the_text(
                 expected += [chain[:d] for d in range(1, 7) if chain[:d] not in expected]
             break
     assert paths(learnt(NgramIndex(options), text).guesses()) == expected
-
-
-# --- the suffix automaton
 
 
 @pytest.mark.slow
@@ -161,9 +155,6 @@ def test_escapes_are_learnt() -> None:
     before = index.rates.chance(1)
     learnt(index, [token for i in range(20) for token in (1, 100 + i)])
     assert index.rates.chance(1) < before
-
-
-# --- both
 
 
 @pytest.mark.slow

@@ -146,9 +146,6 @@ def test_a_chat_goes_on_where_the_draft_stands(target: Target) -> None:
         history = [*history, *tokens[0], *prompt(3 + 7 * turn, turn)] if turn != 2 else history[:12]
 
 
-# --- vocabularies ----------------------------------------------------------------------------------------------------------------------
-
-
 def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
     zoo.tiny("llama", vocab_size=size, eos_token_id=1, **more).save_pretrained(path)
     if tokenizer is not None:
@@ -192,9 +189,6 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     said = "vocabulary of 300 tokens, the target one of 262, and without both tokenizers"
     with pytest.raises(CheckpointError, match=said):
         Method.from_pretrained(folder_of(tmp_path / "without", 300, None), target)
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -269,9 +263,6 @@ def test_bad_options(name: str, target: Target) -> None:
 def test_without_a_model(target: Target) -> None:
     with pytest.raises(CheckpointError, match="needs a smaller language model: name its folder"):
         drafters.find("small_model").from_pretrained(None, target)
-
-
-# --- training --------------------------------------------------------------------------------------------------------------------------
 
 
 def batch(target: Target) -> Batch:

@@ -41,9 +41,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- how a file is changed -------------------------------------------------------------------------------------------------------------
-
-
 def in_json(name: str, change: Callable[[Any], Any]) -> Mutant:
     """Change the object in a JSON file; what `change` returns, if anything, takes its place."""
 
@@ -128,8 +125,6 @@ class Intruder:
     def __reduce__(self) -> tuple[Any, ...]:
         return (pytest.fail, ("the pickle ran code",))
 
-
-# --- the mutants -----------------------------------------------------------------------------------------------------------------------
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"

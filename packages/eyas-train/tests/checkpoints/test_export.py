@@ -240,9 +240,6 @@ def test_bias_moves_into_the_embeddings() -> None:
         bias_into_embedding(table_VD, weight, bias_D)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------------------------
-
-
 def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]]:
     """head, format, what is known of the target, and a part of the reason."""
     one, three, known, unknown = head_of(target, "eagle1"), head_of(target, "eagle3"), named(target), ExportTarget()
@@ -303,9 +300,6 @@ def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InputError, match="cannot write"):
         export(head_of(target, "eagle1"), "safeailab", tmp_path / "file" / "out", ExportTarget())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
-
-
-# --- the embedded model ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cover(name=2)

@@ -135,9 +135,6 @@ def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats
     assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
 
 
-# --- size ------------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_much_is_asked_for(
     run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,9 +164,6 @@ def test_missing_data_is_refused_before_the_target_is_loaded(
     said = refused("features", "--data", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
     assert "nowhere.jsonl does not exist" in said
     assert not (tmp_path / "out").exists()
-
-
-# --- workers ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -266,8 +260,6 @@ def test_a_worker_that_dies(
     assert "eyas: error: worker 1 of 2: no space left; 0 of" in run(*command, "--workers", 2).stderr
     assert "eyas: error: worker 1 of 2: ended with status 3; 0 of" in run(*command, "--workers", 2).stderr
 
-
-# --- what goes wrong -------------------------------------------------------------------------------------------------------------------
 
 BAD = {
     "no data": (("features", "--output", "o"), "option --data is missing"),

@@ -132,9 +132,6 @@ def test_which_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vocab.count_tokens([], 3).tolist() == [0, 0, 0]
 
 
-# --- trackers ------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Packages of these names that remember what they are told."""

@@ -100,9 +100,6 @@ def test_templates_that_read_parts(tmp_path: Path) -> None:
     assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
 
 
-# --- prompts -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "beside", [{"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"functions": [TOOLS[0]["function"]]}]
 )
@@ -166,9 +163,6 @@ def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
     assert data.train[0].ids[: len(served)] == served
     with pytest.raises(InputError, match="the call of message 1 is not JSON"):
         read(write(tmp_path, {"conversations": [{"from": "function_call", "value": "now()"}]}), tokenizer)
-
-
-# --- reasoning -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [CUTTING, CUTTING_MARKED, NOT_OPENING])
@@ -259,9 +253,6 @@ def test_a_first_reply_that_the_template_leaves_out_is_reported(tmp_path: Path) 
     data = read_line(tmp_path, tokenizer, messages=[{"role": "assistant", "content": "welcome"}, *TWO])
     assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
     assert (data.report.left_out, data.report.last_only) == (1, 0)
-
-
-# --- what counts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

@@ -54,9 +54,6 @@ def is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- the saved state
-
-
 @pytest.mark.slow
 def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
     """One bit of every 13th byte of every file of the state, so that all parts are hit: the state is refused. No false
@@ -151,9 +148,6 @@ def test_the_next_batches_across_epochs() -> None:
     assert batches.take((0, count), 1) == ([second[0]], (1, 1)) == batches.take((0, count + 7), 1)
 
 
-# --- log.jsonl
-
-
 NO_ENTRIES = [
     "[1]",
     "null",
@@ -190,8 +184,6 @@ def test_the_log_keeps_what_the_state_knows(tmp_path: Path) -> None:
     TrainLog(tmp_path, 5, 3)
     assert read_log(tmp_path) == entries[:3]
 
-
-# --- two runs in one folder
 
 HOLD = """
 import sys

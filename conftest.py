@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
+
+
+@pytest.fixture(scope="session")
+def target() -> Any:
+    """The llama of tests/zoo.py: for tests that change nothing of it."""
+    import zoo
+    from eyas.core.target import Target
+
+    return Target(zoo.FAMILIES["llama"]())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -77,8 +77,7 @@ Run = Callable[..., Result]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: six special ones, printable ASCII, then letters nobody types; as many
-    as zoo.VOCAB."""
+    """One token a character: six special ones, printable ASCII, then letters nobody types; as many as zoo.VOCAB."""
     pieces = ["<pad>", "<s>", "</s>", "<u>", "<a>", "<?>", "\n", *map(chr, range(32, 127))]
     pieces += [chr(0x400 + i) for i in range(zoo.VOCAB - len(pieces))]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<?>"))
@@ -94,8 +93,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `llama` (model and tokenizer), `bare` (no tokenizer), and `head`, an EAGLE head
-    for both."""
+    """A folder with `llama` (model and tokenizer), `bare` (no tokenizer), and `head`, an EAGLE head for both."""
     folder = tmp_path_factory.mktemp("world")
     model = zoo.FAMILIES["llama"]()
     for name in ("llama", "bare"):

@@ -31,17 +31,8 @@ from eyas.runners.cpu import CpuRunner
 from reference import SAMPLINGS, Oracle, run
 
 __all__ = [
-    "MODELS",
-    "MODES",
-    "PASSES",
-    "Counts",
-    "Referee",
-    "by_kernels",
-    "compare",
-    "compare_ids",
-    "model",
-    "runnable",
-]
+    "MODELS", "MODES", "PASSES", "Counts", "Referee", "by_kernels", "compare", "compare_ids", "model", "runnable",
+]  # fmt: skip
 
 T = TypeVar("T")
 Ids = tuple[int, ...]
@@ -62,17 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 128, "num_attention_heads": 26, "num_key_value_heads": 1, "intermediate_size": 2816},
 }  # fmt: skip
-MODES = (
-    WeightFormat(),
-    WeightFormat("bfloat16"),
-    WeightFormat("bfloat16", "bfloat16"),
-    WeightFormat("int8"),
-    WeightFormat("int8", "int16"),
-    WeightFormat("int8", "int8"),
-    WeightFormat("int4"),
-    WeightFormat("int4", "int16"),
-    WeightFormat("int4", "int8"),
-)
+ROUNDED = {"bfloat16": ("exact", "bfloat16"), "int8": ("exact", "int16", "int8"), "int4": ("exact", "int16", "int8")}
+MODES = (WeightFormat(), *(WeightFormat(w, a) for w, activations in ROUNDED.items() for a in activations))
 
 
 @cache
@@ -158,7 +140,6 @@ def compare(referee: Referee, found: Found) -> Counts:
     return counts
 
 
-# --- passes ------------------------------------------------------------------------------------------------------------
 # effort: the share of the cases that are tried, chosen by the random numbers; 1: all of them.
 
 
@@ -277,16 +258,8 @@ def prefixes(target: Target, rng: random.Random, effort: float) -> Found:
         yield from tree_pass(session, rng, [first, second, second[: length + 1]], [9, 1, 14], "any")
 
 
-PASSES: dict[str, Read] = {
-    "prompts in chunks": chunks,
-    "trees": trees,
-    "batches": batches,
-    "levels of a tree": levels,
-    "kept prefixes": prefixes,
-}
-
-
-# --- ids ---------------------------------------------------------------------------------------------------------------
+PASSES: dict[str, Read] = {"prompts in chunks": chunks, "trees": trees, "batches": batches, "levels of a tree": levels}
+PASSES["kept prefixes"] = prefixes
 
 
 def compare_ids(target: Target, again: Target, effort: float) -> Counts:

@@ -26,16 +26,11 @@ from reference import plain_decode, run
 
 LAYER = {
     "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
+    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
     "hidden_norm": "attn_norm_2",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
     "attention_conv.base_kernel": "attn_conv_base",
     "attention_conv.kernel_projection": "attn_conv_proj",
     "mlp_conv.base_kernel": "ffn_conv_base",
@@ -111,9 +106,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"block_count": config.get("num_hidden_layers", 1), **found}
 
 
-def eagle3(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: list[int]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layers: list[int]) -> Parts:
     """An EAGLE-3 head in vLLM's form -> tensors and settings of a file; `layers` as the converter has them, inputs."""
     settings = {**sizes(config), "target_layers": layers, "target_hidden_size": config["hidden_size"]}
     settings |= {key: config.get(key, False) for key in ("norm_before_residual", "norm_before_fc")}
@@ -125,20 +118,16 @@ def eagle3(
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             made[renamed(name, "post_attention_layernorm", "ffn_norm")] = in_pairs(tensor, heads)
         elif name != "t2d":
-            made[renamed(name.replace("input_norm", "enc.output_norm"), "post_attention_layernorm", "ffn_norm")] = (
-                tensor
-            )
+            theirs = name.replace("input_norm", "enc.output_norm")
+            made[renamed(theirs, "post_attention_layernorm", "ffn_norm")] = tensor
     return made, settings
 
 
 def block(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A block head in z-lab's or DeepSpec's form -> tensors and settings of a file."""
     merged = {**config, **config.get("dflash_config", {})}
-    settings = {
-        **sizes(config),
-        "block_size": merged["block_size"],
-        "tokenizer.ggml.mask_token_id": merged["mask_token_id"],
-    }
+    settings = {**sizes(config), "block_size": merged["block_size"]}
+    settings["tokenizer.ggml.mask_token_id"] = merged["mask_token_id"]
     settings["target_layers"] = [layer + 1 for layer in merged["target_layer_ids"]]
     for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         settings |= {key: merged[key]} if key in merged else {}
@@ -240,7 +229,6 @@ def texts(target: Target, draft: Path, method: str) -> tuple[Any, Any]:
 
 def family_of(name: str) -> Any:
     if name == "glm4_moe":
-        return zoo.tiny(
-            name, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1
-        )
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        return zoo.tiny(name, first_k_dense_replace=1, **experts)
     return zoo.HYBRIDS[name]()

@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eyas import tiny
 from eyas.checkpoints import Weights, load, save
 
 GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(
     not GOLDEN.is_dir(), reason="needs ../shared/golden, the results of the reference implementations"
+)
+needs_weights = pytest.mark.skipif(
+    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
 )
 
 

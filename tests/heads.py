@@ -89,8 +89,7 @@ def batch_of(target: Target, layer: int) -> Batch:
 
 
 def predictions(batch: Batch, heads: int) -> list[tuple[int, int, int]]:
-    """(head, position, predicted position) of everything that counts, document by document, by a
-    plain loop."""
+    """(head, position, predicted position) of everything that counts, document by document, by a plain loop."""
     counted, begin = [], 0
     for length in batch.documents.lengths:
         for k, t in itertools.product(range(heads), range(begin, begin + length)):
@@ -111,8 +110,7 @@ def training_target(batch: Batch, target: Target, goal: int, objective: str) -> 
 def short_training(
     drafter: Drafter, folder: Path, steps: int = 40
 ) -> tuple[float, list[dict[str, float]], dict[str, float]]:
-    """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and
-    the final figures."""
+    """Train for a few steps; returns the held-out loss before, the losses of the evaluations, and the final figures."""
     heldout = language(12, 1)
     batches = Batches(heldout, 512)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""A stand-in for the hub on the loopback: repositories are folders here. For the hub's own client,
-with HF_ENDPOINT.
+"""A stand-in for the hub on the loopback: repositories are folders here. For the hub's own client, with HF_ENDPOINT.
 
 It answers what `snapshot_download`, `hf_hub_download`, `has_file`, `create_repo` and
 `upload_folder` ask for; there is one revision of everything. Files come inside the commit
@@ -111,8 +110,7 @@ def _content(repositories: Mapping[str, Path], path: str) -> tuple[int, str, byt
 
 
 def _written(held: dict[str, Path], new: Path | None, path: str, given: bytes) -> dict[str, Any] | None:
-    """The answer to a request that writes; None for one that is not known. HUB/ stands for the
-    stand-in's address."""
+    """The answer to a request that writes; None for one that is not known. HUB/ stands for the stand-in's address."""
     parts = path.strip("/").split("/")
     if parts == ["api", "repos", "create"] and new is not None:
         asked = json.loads(given)

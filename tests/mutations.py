@@ -230,137 +230,74 @@ def q_without_temperature(grow: Any) -> Any:
 
 MUTATIONS = (
     # raw instead of processed logits
-    mutation(
-        "raw logits for the bonus",
-        ids("eagle2"),
-        patch("core.cycle:node_scores", remembered),
-        patch("core.verify:verify", bonus_from_raw_logits),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "raw logits for the first token",
-        ids("vanilla"),
+    mutation("raw logits for the bonus", ids("eagle2"), patch("core.cycle:node_scores", remembered),
+        patch("core.verify:verify", bonus_from_raw_logits), words=OTHER_IDS),
+    mutation("raw logits for the first token", ids("vanilla"),
         rewrite(
             "core.rows:first_token_cycle",
             "RowSettings.from_rows([ROW], TARGET)",
             "__import__('dataclasses').replace(RowSettings.from_rows([ROW], TARGET), sampling=(Sampling(1.0),))",
         ),
-        words=OTHER_IDS,
-    ),
+        words=OTHER_IDS),
     # the text of a node, and the node of a token
-    mutation(
-        "the root counts twice",
-        ("core.test_laws", "test_nodes_count_their_own_ancestors", ()),
-        rewrite("core.adjustments:Adjustments.for_tree", "BELOW[..., 0] = 0", "BELOW[..., 0] = 1"),
-    ),
-    mutation(
-        "the length does not grow along a path",
-        ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
-        rewrite(
-            "core.adjustments:Adjustments.for_tree",
-            "WAIT[:, None] - TREE.depth_BN",
-            "WAIT[:, None] - 0 * TREE.depth_BN",
-        ),
-    ),
-    mutation(
-        "log-probabilities of the token before",
-        ("features.test_logprobs", "test_on_long_paths", ()),
-        rewrite("core.logprobs:path_logprobs", "VERDICT.tokens_BP.roll(...)", "VERDICT.tokens_BP"),
-    ),
+    mutation("the root counts twice", ("core.test_laws", "test_nodes_count_their_own_ancestors", ()),
+        rewrite("core.adjustments:Adjustments.for_tree", "BELOW[..., 0] = 0", "BELOW[..., 0] = 1")),
+    mutation("the length does not grow along a path", ("core.test_laws", "test_deep_paths_keep_the_laws", ()),
+        rewrite("core.adjustments:Adjustments.for_tree", "WAIT[:, None] - TREE.depth_BN", "WAIT[:, None] - 0 * TREE.depth_BN")),
+    mutation("log-probabilities of the token before", ("features.test_logprobs", "test_on_long_paths", ()),
+        rewrite("core.logprobs:path_logprobs", "VERDICT.tokens_BP.roll(...)", "VERDICT.tokens_BP")),
     # what rejection leaves of p and q
-    mutation(
-        "the bonus from p, not from what rejection left of it",
-        drawn("pair"),
+    mutation("the bonus from p, not from what rejection left of it", drawn("pair"),
         rewrite(
             "core.verify:_verify_by_rejection",
             "torch.where(NEWLY[:, None], REST, FINAL)",
             "torch.where(NEWLY[:, None], SCORES[ROWS, NODE].softmax(-1), FINAL)",
             "SCORES[ROWS, NODE].softmax(-1)",
         ),
-        words=LAW,
-    ),
-    mutation(
-        "no renormalisation of p",
-        drawn("three", "far"),
-        patch("core.verify:_residual", residual(False, True)),
-        words=LAW,
-    ),
-    mutation(
-        "no renormalisation of q",
-        drawn("pair"),
+        words=LAW),
+    mutation("no renormalisation of p", drawn("three", "far"), patch("core.verify:_residual", residual(False, True)),
+        words=LAW),
+    mutation("no renormalisation of q", drawn("pair"),
         patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV.scatter(1, token_B[:, None], 0.0)),
-        words=LAW,
-    ),
-    mutation(
-        "0 / 0 where rounding leaves no residual",
-        ("core.test_verify", "test_no_residual_mass", ()),
-        patch("core.verify:_residual", residual(True, False)),
-    ),
-    mutation(
-        "q not restricted after a sibling",
-        drawn("pair"),
-        patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV),
-        words=LAW,
-    ),
-    mutation(
-        "a sibling that q cannot have drawn is tried",
-        drawn("three", "two"),
-        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q > 0)", "TESTED"),
-        words=LAW,
-    ),
+        words=LAW),
+    mutation("0 / 0 where rounding leaves no residual", ("core.test_verify", "test_no_residual_mass", ()),
+        patch("core.verify:_residual", residual(True, False))),
+    mutation("q not restricted after a sibling", drawn("pair"),
+        patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV), words=LAW),
+    mutation("a sibling that q cannot have drawn is tried", drawn("three", "two"),
+        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q > 0)", "TESTED"), words=LAW),
     # positions of the noise
-    mutation(
-        "bonus position off by one",
-        SLOW_DRAWN,
+    mutation("bonus position off by one", SLOW_DRAWN,
         rewrite(
             "core.verify:_draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)",
-        ),
-    ),
-    mutation(
-        "bonus position stays at the root's",
-        drawn("chain", "far"),
+        )),
+    mutation("bonus position stays at the root's", drawn("chain", "far"),
         rewrite("core.verify:_verify_by_rejection", "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
-        words=LAW,
-    ),
-    mutation(
-        "target positions off by one",
-        ids("vanilla"),
+        words=LAW),
+    mutation("target positions off by one", ids("vanilla"),
         patch(
             "core.verify:Rule.draw",
             on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise)),
         ),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "noise of the next depth",
-        chosen("chain"),
+        words=OTHER_IDS),
+    mutation("noise of the next depth", chosen("chain"),
         patch(
             "core.verify:Rule.draw",
             on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise)),
         ),
-        words=OTHER_POSITION,
-    ),
-    mutation(
-        "the bonus of the node before the last",
-        chosen("chain"),
-        patch("core.verify:accepted_nodes", bonus_of_the_node_before),
-        words=LAW,
-    ),
+        words=OTHER_POSITION),
+    mutation("the bonus of the node before the last", chosen("chain"),
+        patch("core.verify:accepted_nodes", bonus_of_the_node_before), words=LAW),
     # which nodes are tried and accepted
-    mutation(
-        "children under the wrong parent, chosen",
-        chosen("binary"),
+    mutation("children under the wrong parent, chosen", chosen("binary"),
         patch(
             "core.verify:accepted_nodes",
             with_other_tree(lambda tree, *_: {"parents_BN": tree.parents_BN - (tree.depth_BN > 1).long()}),
         ),
-        words=LAW,
-    ),
-    mutation(
-        "children under the wrong parent, drawn",
-        drawn("mixed"),
+        words=LAW),
+    mutation("children under the wrong parent, drawn", drawn("mixed"),
         patch(
             "core.verify:_children",
             with_other_tree(
@@ -371,254 +308,145 @@ MUTATIONS = (
                 }
             ),
         ),
-        words=LAW,
-    ),
-    mutation(
-        "scouts are accepted",
-        chosen("scouts"),
+        words=LAW),
+    mutation("scouts are accepted", chosen("scouts"),
         patch(
             "core.verify:accepted_nodes",
             with_other_tree(lambda tree, *_: {"acceptable_BN": torch.ones_like(tree.acceptable_BN)}),
         ),
-        words=LAW,
-    ),
-    mutation(
-        "duplicate siblings followed to the longest",
-        ("core.test_verify", "test_siblings_must_differ", (False,)),
+        words=LAW),
+    mutation("duplicate siblings followed to the longest", ("core.test_verify", "test_siblings_must_differ", (False,)),
         patch("core.verify:check_siblings", lambda check: lambda *arguments: None),
-        words="two siblings with one token were verified",
-    ),
+        words="two siblings with one token were verified"),
     # sampling
-    mutation(
-        "temperature twice, in apply_sampling", PROCESSORS, patch("core.sampling:apply_sampling", temperature_squared)
-    ),
-    mutation(
-        "temperature twice, in the loop",
-        ids("eagle2"),
-        patch("core.cycle:node_scores", temperature_before_sampling),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "a penalty that does not see the drafted tokens",
-        ("test_exact_pipeline", "check_penalty", ()),
-        patch("core.tree:Tree.tokens_seen", only_the_history),
-        words=OTHER_IDS,
-    ),
+    mutation("temperature twice, in apply_sampling", PROCESSORS,
+        patch("core.sampling:apply_sampling", temperature_squared)),
+    mutation("temperature twice, in the loop", ids("eagle2"),
+        patch("core.cycle:node_scores", temperature_before_sampling), words=OTHER_IDS),
+    mutation("a penalty that does not see the drafted tokens", ("test_exact_pipeline", "check_penalty", ()),
+        patch("core.tree:Tree.tokens_seen", only_the_history), words=OTHER_IDS),
     # the order of drawn siblings
-    mutation(
-        "drawn siblings sorted by q",
-        grown("pair", "T=1"),
-        patch("drafters._grow:grow_static", siblings_by_q),
-        words=LAW,
-    ),
-    mutation(
-        "drawn siblings tried from the last", drawn("pair"), patch("core.verify:_children", from_the_last), words=LAW
-    ),
+    mutation("drawn siblings sorted by q", grown("pair", "T=1"), patch("drafters._grow:grow_static", siblings_by_q),
+        words=LAW),
+    mutation("drawn siblings tried from the last", drawn("pair"), patch("core.verify:_children", from_the_last),
+        words=LAW),
     # another row's noise
-    mutation(
-        "another row's noise for the draws",
-        ids("eagle2"),
+    mutation("another row's noise for the draws", ids("eagle2"),
         patch(
             "core.verify:Rule.draw",
             on_other_arguments(
                 lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))
             ),
         ),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "another row's noise for the bonus",
-        verified_alone(True),
+        words=OTHER_IDS),
+    mutation("another row's noise for the bonus", verified_alone(True),
         rewrite(
             "core.verify:_draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
-        ),
-    ),
-    mutation(
-        "another row's noise for the accept tests",
-        verified_alone(True),
-        patch("core.sampling:GumbelNoise.accepts", rolled),
-    ),
-    mutation(
-        "another row's seed",
-        ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
-        rewrite("core.sampling:GumbelNoise._uniform", "self.seed_B", "self.seed_B.roll(1)"),
-    ),
-    mutation(
-        "one uniform number for all siblings",
-        drawn("binary"),
+        )),
+    mutation("another row's noise for the accept tests", verified_alone(True),
+        patch("core.sampling:GumbelNoise.accepts", rolled)),
+    mutation("another row's seed", ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
+        rewrite("core.sampling:GumbelNoise._uniform", "self.seed_B", "self.seed_B.roll(1)")),
+    mutation("one uniform number for all siblings", drawn("binary"),
         rewrite(
             "core.verify:_verify_by_rejection",
             "NOISE.accepts(CHANCE, POSITION, SIBLING)",
             "NOISE.accepts(CHANCE, POSITION, 0)",
         ),
-        words=LAW,
-    ),
+        words=LAW),
     # blocks
-    mutation(
-        "a block's weight above one",
-        BLOCK,
-        rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"),
-        words=LAW,
-    ),
-    mutation(
-        "a block's weight of the last token alone",
-        BLOCK,
-        rewrite("core.verify:_verify_block", "WEIGHT * P / Q", "P / Q"),
-        words=LAW,
-    ),
-    mutation(
-        "a block's residual without its weight",
-        BLOCK,
+    mutation("a block's weight above one", BLOCK,
+        rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
+    mutation("a block's weight of the last token alone", BLOCK,
+        rewrite("core.verify:_verify_block", "WEIGHT * P / Q", "P / Q"), words=LAW),
+    mutation("a block's residual without its weight", BLOCK,
         rewrite("core.verify:_verify_block", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
-        words=LAW,
-    ),
-    mutation(
-        "a block's test without what was lost",
-        BLOCK,
-        rewrite("core.verify:_verify_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"),
-        words=LAW,
-    ),
-    mutation(
-        "the shortest prefix of a block",
-        BLOCK,
+        words=LAW),
+    mutation("a block's test without what was lost", BLOCK,
+        rewrite("core.verify:_verify_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"), words=LAW),
+    mutation("the shortest prefix of a block", BLOCK,
         rewrite(
             "core.verify:_verify_block",
             "torch.where(PASSED, DEPTH, END)",
             "torch.where(PASSED & (END == 0), DEPTH, END)",
             "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
         ),
-        words=LAW,
-    ),
-    mutation(
-        "a block's bonus from p",
-        BLOCK,
-        rewrite("core.verify:_verify_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"),
-        words=LAW,
-    ),
-    mutation(
-        "a block's bonus with the noise of the root",
-        ("core.test_verify", "test_a_block_against_a_slow_one", ()),
+        words=LAW),
+    mutation("a block's bonus from p", BLOCK,
+        rewrite("core.verify:_verify_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"), words=LAW),
+    mutation("a block's bonus with the noise of the root", ("core.test_verify", "test_a_block_against_a_slow_one", ()),
         rewrite(
             "core.verify:_verify_block",
             "_draw_bonus(LEFT, POSITION + END + 1, NOISE)",
             "_draw_bonus(LEFT, POSITION + 1, NOISE)",
-        ),
-    ),
-    mutation(
-        "a block's uniform numbers by absolute position",
+        )),
+    mutation("a block's uniform numbers by absolute position",
         ("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)),
         rewrite(
             "core.verify:_verify_block",
             "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
             "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
-        ),
-    ),
-    mutation(
-        "a block goes on behind what is no candidate",
+        )),
+    mutation("a block goes on behind what is no candidate",
         ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
-        rewrite("core.verify:_verify_block", "HERE & TREE.acceptable_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE"),
-    ),
-    mutation(
-        "one uniform number for a whole block",
-        BLOCK,
+        rewrite("core.verify:_verify_block", "HERE & TREE.acceptable_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE")),
+    mutation("one uniform number for a whole block", BLOCK,
         rewrite(
             "core.verify:_verify_block",
             "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
             "NOISE.accepts(CHANCE, POSITION, 1, 3)",
         ),
-        words=LAW,
-    ),
-    mutation(
-        "greedy rows are verified as drawn",
-        ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
-        rewrite("core.verify:verify", "NOISE.greedy_B", "~(NOISE.greedy_B | True)"),
-    ),
+        words=LAW),
+    mutation("greedy rows are verified as drawn", ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
+        rewrite("core.verify:verify", "NOISE.greedy_B", "~(NOISE.greedy_B | True)")),
     # q without the row's temperature
-    mutation(
-        "q stated without the row's temperature",
-        grown("pair", "T=0.6"),
-        patch("drafters._grow:grow_static", q_without_temperature),
-        words=LAW,
-    ),
-    mutation(
-        "q drawn and stated without the row's temperature",
-        ORDER,
+    mutation("q stated without the row's temperature", grown("pair", "T=0.6"),
+        patch("drafters._grow:grow_static", q_without_temperature), words=LAW),
+    mutation("q drawn and stated without the row's temperature", ORDER,
         rewrite(
             "drafters._grow:grow_static",
             "apply_sampling_rows(LOGITS, SAMPLING, SEEN)",
             "apply_sampling_rows(LOGITS * (SAMPLING[0].temperature or 1), SAMPLING, SEEN)",
         ),
-        words="tokens are not those drawn from q, in order",
-    ),
+        words="tokens are not those drawn from q, in order"),
     # memory
-    mutation(
-        "the bytes of one row for all of them",
-        ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
-        rewrite("core.cache:KVCache.bytes_by_device", "self.rows", "1"),
-    ),
+    mutation("the bytes of one row for all of them", ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
+        rewrite("core.cache:KVCache.bytes_by_device", "self.rows", "1")),
     # several devices
-    mutation(
-        "paths stay on the main device",
-        on_two_devices("suffix"),
-        rewrite(
-            "core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"
-        ),
-        words=TWO_DEVICES,
-    ),
-    mutation(
-        "slots stay on the main device",
-        on_two_devices("suffix"),
+    mutation("paths stay on the main device", on_two_devices("suffix"),
+        rewrite("core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"),
+        words=TWO_DEVICES),
+    mutation("slots stay on the main device", on_two_devices("suffix"),
         rewrite(
             "core.cache:KVCache._rows_and_slots",
             "return self._indices_by_device[DEVICE]",
             "return self._indices_by_device[self.device]",
         ),
-        words=TWO_DEVICES,
-    ),
-    mutation(
-        "all stores on the main device",
-        on_two_devices("suffix"),
+        words=TWO_DEVICES),
+    mutation("all stores on the main device", on_two_devices("suffix"),
         rewrite("core.cache:KVCache.reserve", "_zeros(SHAPE, DTYPE, DEVICE)", "_zeros(SHAPE, DTYPE, self.device)"),
-        words=TWO_DEVICES,
-    ),
-    mutation(
-        "the stores of one device are not committed",
-        on_two_devices("oracle"),
+        words=TWO_DEVICES),
+    mutation("the stores of one device are not committed", on_two_devices("oracle"),
         rewrite("core.cache:KVCache.commit", "self._stores.items()", "list(self._stores.items())[:1]"),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "the stores of one device are not copied",
-        on_two_devices("suffix"),
+        words=OTHER_IDS),
+    mutation("the stores of one device are not copied", on_two_devices("suffix"),
         rewrite("core.cache:KVCache.copy", "self._stores.values()", "list(self._stores.values())[:1]"),
-        words=OTHER_IDS,
-    ),
-    mutation(
-        "features stay where their layers are",
-        on_two_devices("eagle3"),
-        rewrite("core.target:Target.tap", "CAUGHT[K].to(self.device)", "CAUGHT[K]"),
-        words=TWO_DEVICES,
-    ),
-    mutation(
-        "logits of a draft stay where the LM head is",
-        on_two_devices("eagle2"),
-        rewrite("core.families:head", "X.to(Y)", "X"),
-        words=TWO_DEVICES,
-    ),
-    mutation(
-        "states of nodes are read with numbers of the main device",
-        on_two_devices("suffix", "lfm2"),
+        words=OTHER_IDS),
+    mutation("features stay where their layers are", on_two_devices("eagle3"),
+        rewrite("core.target:Target.tap", "CAUGHT[K].to(self.device)", "CAUGHT[K]"), words=TWO_DEVICES),
+    mutation("logits of a draft stay where the LM head is", on_two_devices("eagle2"),
+        rewrite("core.families:head", "X.to(Y)", "X"), words=TWO_DEVICES),
+    mutation("states of nodes are read with numbers of the main device", on_two_devices("suffix", "lfm2"),
         rewrite(
             "targets.recurrent:RowStates.commit",
             "LAST.to(ONE.device)",
             "LAST",
             "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)",
         ),
-        words=TWO_DEVICES,
-    ),
-)
+        words=TWO_DEVICES),
+)  # fmt: skip
 
 
 # --- trials ----------------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""Child processes of tests. Limits count the work that a child does, not the time that a busy
-machine takes for it."""
+"""Child processes of tests. Limits count the work that a child does, not the time that a busy machine takes for it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ STILL_SECONDS = 600.0  # without a hundredth of a second of work: it hangs
 
 
 def accept_interrupts() -> None:
-    """For `preexec_fn`: a test run in the background of a shell ignores Ctrl-C, and its children
-    would inherit that."""
+    """For `preexec_fn`: a test run in the background of a shell ignores Ctrl-C, and its children would inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -87,19 +85,8 @@ def _cpu_seconds(pid: int) -> float:
 
 # Libraries read variables with these beginnings when they are imported.
 READ_BY_IMPORTS = (
-    "PYTHON",
-    "HF_",
-    "TORCH",
-    "TRANSFORMERS",
-    "OMP_",
-    "MKL_",
-    "ONEDNN",
-    "CUDA",
-    "TRITON",
-    "LD_",
-    "LC_",
-    "LANG",
-)
+    "PYTHON", "HF_", "TORCH", "TRANSFORMERS", "OMP_", "MKL_", "ONEDNN", "CUDA", "TRITON", "LD_", "LC_", "LANG",
+)  # fmt: skip
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 
 

@@ -21,38 +21,22 @@ D, HEADS, KV, WIDTH, INNER, V = 8, 4, 2, 2, 12, 20
 IDS = [0, 3, 4, 9, 10, 17, 18]  # the target's ids of the draft tokens
 
 LAYER: dict[str, Any] = {
-    "hidden_act": "silu",
-    "hidden_size": D,
-    "intermediate_size": INNER,
-    "vocab_size": V,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV,
+    "hidden_act": "silu", "hidden_size": D, "intermediate_size": INNER, "vocab_size": V, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
     "num_hidden_layers": 40,  # as published Vicuna heads have it: not to be trusted
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-}
+}  # fmt: skip
 
 IN_THE_LAYER = {
     "input_layernorm.weight": "layer.embed_norm.weight",
     "hidden_norm.weight": "layer.hidden_norm.weight",
     "post_attention_layernorm.weight": "layer.mlp_norm.weight",
-    "self_attn.q_proj.weight": "layer.attention.q.weight",
-    "self_attn.k_proj.weight": "layer.attention.k.weight",
-    "self_attn.v_proj.weight": "layer.attention.v.weight",
-    "self_attn.o_proj.weight": "layer.attention.o.weight",
-    "mlp.gate_proj.weight": "layer.mlp.gate.weight",
-    "mlp.up_proj.weight": "layer.mlp.up.weight",
-    "mlp.down_proj.weight": "layer.mlp.down.weight",
+    **{f"self_attn.{x}_proj.weight": f"layer.attention.{x}.weight" for x in "qkvo"},
+    **{f"mlp.{x}_proj.weight": f"layer.mlp.{x}.weight" for x in ("gate", "up", "down")},
 }
 AROUND = {"fc.weight": "fc.weight", "norm.weight": "norm.weight", "lm_head.weight": "head.weight"}
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
 
 
 def maps(ids: list[int] = IDS) -> dict[str, Tensor]:
@@ -71,9 +55,8 @@ def tensors(layer: str = "midlayer", features: int = 3 * D, vocab: int = len(IDS
     sizes |= {f"{layer}.self_attn.{x}_proj.weight": (size, 2 * D) for x, size in rows.items()}
     sizes |= {f"{layer}.self_attn.o_proj.weight": (D, HEADS * WIDTH), f"{layer}.mlp.down_proj.weight": (D, INNER)}
     sizes |= {f"{layer}.mlp.{x}_proj.weight": (INNER, D) for x in ("gate", "up")}
-    return {name: torch.randn(size, generator=made) for name, size in sizes.items()} | (
-        maps() if vocab == len(IDS) else {}
-    )
+    held = {name: torch.randn(size, generator=made) for name, size in sizes.items()}
+    return held | (maps() if vocab == len(IDS) else {})
 
 
 def without(held: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -83,18 +66,16 @@ def without(held: dict[str, Any], *names: str) -> dict[str, Any]:
 # Small heads as each writer publishes them.
 
 
+def of_class(name: str, **changes: Any) -> dict[str, Any]:
+    return {"architectures": [name], **LAYER, "draft_vocab_size": len(IDS), **changes}
+
+
 def safeailab(**changes: Any) -> Head:
-    return {"architectures": ["LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors()
+    return of_class("LlamaForCausalLM", **changes), tensors()
 
 
 def specforge(**changes: Any) -> Head:
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **LAYER,
-        "draft_vocab_size": len(IDS),
-        "bias": False,
-        **changes,
-    }, tensors()
+    return of_class("LlamaForCausalLMEagle3", **{"bias": False, **changes}), tensors()
 
 
 def modelopt(ids: list[int] | None = None, **changes: Any) -> Head:
@@ -102,21 +83,13 @@ def modelopt(ids: list[int] | None = None, **changes: Any) -> Head:
         "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
         "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
     }  # fmt: skip
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **LAYER,
-        "draft_vocab_size": len(IDS),
-        "mlp_bias": False,
-        "attention_bias": False,
-    }
+    config = of_class("LlamaForCausalLMEagle3", mlp_bias=False, attention_bias=False)
     inner = {"eagle_aux_hidden_state_layer_ids": ids or [1, 5, 9], **flags}
     return {**config, "eagle_config": inner, **changes}, without(tensors("layers.0"), "t2d")
 
 
 def vllm(**changes: Any) -> Head:
-    return {"architectures": ["Eagle3LlamaForCausalLM"], **LAYER, "draft_vocab_size": len(IDS), **changes}, tensors(
-        "layers.0"
-    )
+    return of_class("Eagle3LlamaForCausalLM", **changes), tensors("layers.0")
 
 
 def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
@@ -127,13 +100,10 @@ def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "someone/model"}},
         "transformer_layer_config": {"model_type": "llama", **LAYER, "head_dim": WIDTH, **(layer or {})},
         "draft_vocab_size": len(IDS),
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": None,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "embed_requires_grad": False,
+        **dict.fromkeys(("target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+        **dict.fromkeys(
+            ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad"), False
+        ),
     }
     return {**config, **changes}, {**tensors("layers.0"), "embed_tokens.weight": torch.randn(V, D)}
 
@@ -175,14 +145,11 @@ def refused(folder: Path, head: Head, says: str, **held: Any) -> str:
 
 
 def further(number: int) -> dict[str, Tensor]:
-    """Random weights of a layer behind the first, with the norm over the hidden state that only
-    vLLM's class has."""
+    """Random weights of a layer behind the first, with the norm over the hidden state that only vLLM's class has."""
     of_first = {name: value for name, value in tensors("layers.0").items() if name.startswith("layers.0.")}
     held = {name.replace("layers.0", f"layers.{number}"): torch.randn_like(value) for name, value in of_first.items()}
-    for x in "qkv":
-        held[f"layers.{number}.self_attn.{x}_proj.weight"] = torch.randn(
-            held[f"layers.{number}.self_attn.{x}_proj.weight"].shape[0], D
-        )
+    for name in (f"layers.{number}.self_attn.{x}_proj.weight" for x in "qkv"):
+        held[name] = torch.randn(held[name].shape[0], D)
     return held
 
 
@@ -194,7 +161,6 @@ def deep(form: str, count: int = 3, **changes: Any) -> Head:
         sizes = {"transformer_layer_config": {**config["transformer_layer_config"], **sizes}}
     config = {**config, **sizes}
     for number in range(1, count):
-        held = held | (
-            further(number) if form == "vllm" else without(further(number), f"layers.{number}.hidden_norm.weight")
-        )
+        more = further(number)
+        held = held | (more if form == "vllm" else without(more, f"layers.{number}.hidden_norm.weight"))
     return config, held

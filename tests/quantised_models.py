@@ -108,9 +108,8 @@ def _gptqmodel(method: str) -> Callable[[Path], PreTrainedModel]:
 
 
 def write_packed(folder: Path, method: str) -> Path:
-    """A checkpoint of 4 bits, float16 where it is not packed, in the format of "gptq" or "awq",
-    rounded to nearest. GPTQ has the same zero everywhere, and neighbouring inputs lie in different
-    groups, as `desc_act` leaves them."""
+    """A checkpoint of 4 bits, float16 where it is not packed, in the format of "gptq" or "awq", rounded to nearest.
+    GPTQ has the same zero everywhere, and neighbouring inputs lie in different groups, as `desc_act` leaves them."""
     model, gptq = zoo.tiny("llama", **SIZES).half(), method == "gptq"
     state = model.state_dict()
     for name in [name for name in state if name.endswith("_proj.weight")]:

@@ -37,8 +37,7 @@ class DoesNotApplyError(Exception):
 class Rewrite:
     """The one piece of a function that looks like `pattern` becomes `replacement`.
 
-    `known`: patterns that say beforehand, by where they first occur in the function, what names
-    stand for.
+    `known`: patterns that say beforehand, by where they first occur in the function, what names stand for.
     """
 
     where: str
@@ -69,9 +68,6 @@ def patch(where: str, wrap: Callable[[Any], Any]) -> Patch:
 def module_of(change: Change) -> str:
     """Dotted name of the module that it changes."""
     return f"{PACKAGE}.{change.where.split(':')[0]}"
-
-
-# --- syntax trees ----------------------------------------------------------------------------------------------------------------------
 
 
 def rewritten(source: str, change: Rewrite) -> str:
@@ -174,9 +170,6 @@ class _Replaced(ast.NodeTransformer):
         if node is not self.old:
             return self.generic_visit(node)
         return self.new if isinstance(node, ast.stmt) else self.new[0]
-
-
-# --- imports ---------------------------------------------------------------------------------------------------------------------------
 
 
 def install(changes: Sequence[Change]) -> None:

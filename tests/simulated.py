@@ -56,12 +56,11 @@ class SimulatedMachine:
     """Cycles take seconds by `costs`, times `pace`, with a little noise. Quantities of the type
     Course change with the cycle.
 
-    skill: what the head's confidences must be multiplied with to be right.
-    guesses, right: the share of cycles in which the text has a guess, and the chance of each of its
-    tokens. moods: how much skill differs between stretches of 25 cycles, as between texts.
-    waking: seconds for each token that the head missed while it was dormant, up to 512.
-    prompts: tokens of new prompts for each token that is decoded; they come in prompts of 64 tokens.
-    reading: seconds that the head takes for each token of a prompt, if it is not dormant.
+    skill: what the head's confidences must be multiplied with to be right. guesses, right: the share of cycles in which
+    the text has a guess, and the chance of each of its tokens. moods: how much skill differs between stretches of 25
+    cycles, as between texts. waking: seconds for each token that the head missed while it was dormant, up to 512.
+    prompts: tokens of new prompts for each token that is decoded; they come in prompts of 64 tokens. reading: seconds
+    that the head takes for each token of a prompt, if it is not dormant.
     """
 
     costs: Costs = FLAT
@@ -187,12 +186,7 @@ class FixedPolicy(Policy):
 def controller(costs: Costs = FLAT, fallback: Any = None, grows: bool = True) -> AdaptiveController:
     """Makes the controller of a method whose trees grow, or do not."""
     if not grows:
-        own = replace(
-            costs,
-            own_nodes=OWN_TREE.nodes,
-            branches=(1,),
-            first=(costs.draft(OWN_TREE.depth, OWN_TREE.branch),),
-            deeper=(0.0,),
-        )
+        first = (costs.draft(OWN_TREE.depth, OWN_TREE.branch),)
+        own = replace(costs, own_nodes=OWN_TREE.nodes, branches=(1,), first=first, deeper=(0.0,))
         return AdaptiveController(lambda: own, fallback=fallback)
     return AdaptiveController(lambda: costs, LIMIT, fallback=fallback)

@@ -48,7 +48,6 @@ def texts(folder: Path) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
 
 
 def loaded(folder: Path) -> tuple[list[int], bool, str]:
-    """The text of `eyas.load` with its default tree, whether it has a policy, and the target's
-    fingerprint."""
+    """The text of `eyas.load` with its default tree, whether it has a policy, and the target's fingerprint."""
     llm = eyas.load(split_model(folder), "suffix", kernels="on")
     return list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids), llm.policy is not None, fingerprint(llm.target)

@@ -22,69 +22,38 @@ def first(name):
 
 """
 GOOD = "def test_good(): pass\n"
+A = "FLAKY test_x.py::test_a"
 CASES = {
-    "once": (
-        ONCE + GOOD + "def test_a(): assert not first('a'), 'the first failure'\n",
-        0,
-        "2 passed in",
-        ["FLAKY test_x.py::test_a", "the first failure"],
-    ),
-    "at the second try": (
-        ONCE + GOOD + "def test_a(): assert not first('a') and not first('b')\n",
-        0,
-        "2 passed in",
-        ["FLAKY test_x.py::test_a"],
-    ),
+    "once": (ONCE + GOOD + "def test_a(): assert not first('a'), 'the first failure'\n", 0, "2 passed in", [A, "the first failure"]),
+    "at the second try": (ONCE + GOOD + "def test_a(): assert not first('a') and not first('b')\n", 0, "2 passed in", [A]),
     "always": (
         ONCE + GOOD + "def test_a(): assert not first('a')\ndef test_b(): assert False\n",
-        1,
-        "1 failed, 2 passed in",
-        ["FLAKY test_x.py::test_a", "alone (2 of 2): test_x.py::test_b"],
+        1, "1 failed, 2 passed in", [A, "alone (2 of 2): test_x.py::test_b"],
     ),
-    "worker crashes": (
-        ONCE + GOOD + "def test_a():\n    if first('a'): os._exit(9)\n",
-        0,
-        "2 passed in",
-        ["FLAKY test_x.py::test_a", "crashed while running"],
-    ),
+    "worker crashes": (ONCE + GOOD + "def test_a():\n    if first('a'): os._exit(9)\n", 0, "2 passed in", [A, "crashed while running"]),
     "worker crashes again": (GOOD + "import os\ndef test_a(): os._exit(9)\n", 1, "1 failed, 1 passed in", []),
     "fixture": (
-        ONCE
-        + "@pytest.fixture\ndef begins(): assert not first('a')\n"
-        + "@pytest.fixture\ndef ends():\n    yield\n    assert not first('b')\n"
-        + "def test_a(begins): pass\ndef test_b(ends): pass\n",
-        0,
-        "2 passed in",
-        ["FLAKY test_x.py::test_a", "FLAKY test_x.py::test_b"],
+        ONCE + "@pytest.fixture\ndef begins(): assert not first('a')\n"
+        "@pytest.fixture\ndef ends():\n    yield\n    assert not first('b')\n"
+        "def test_a(begins): pass\ndef test_b(ends): pass\n",
+        0, "2 passed in", [A, "FLAKY test_x.py::test_b"],
     ),
     "odd names": (
         ONCE + "@pytest.mark.parametrize('name', ['two words', '[a]::b', '-x', 'x.py::y['])\n"
         "def test_a(name): assert not first(name.replace(':', ''))\n",
-        0,
-        "4 passed in",
-        ["FLAKY test_x.py::test_a[two words]", "FLAKY test_x.py::test_a[[a]::b]", "FLAKY test_x.py::test_a[-x]"],
+        0, "4 passed in", [f"{A}[two words]", f"{A}[[a]::b]", f"{A}[-x]"],
     ),
-    "not found": (
-        ONCE + GOOD + "if first('a'):\n    def test_a(): assert False\n",
-        1,
-        "1 failed, 1 passed in",
-        ["not found"],
-    ),
+    "not found": (ONCE + GOOD + "if first('a'):\n    def test_a(): assert False\n", 1, "1 failed, 1 passed in", ["not found"]),
     "skipped": (
-        ONCE + GOOD + "def test_a():\n    if not first('a'): pytest.skip()\n    assert False\n",
-        1,
-        "1 failed, 1 passed in",
-        [],
+        ONCE + GOOD + "def test_a():\n    if not first('a'): pytest.skip()\n    assert False\n", 1, "1 failed, 1 passed in", [],
     ),
     "collection": (GOOD + "import nowhere_at_all\n", 1, "1 error in", []),
     "many": (
         f"import pytest\n@pytest.mark.parametrize('k', range({MAX_FAILED + 1}))\ndef test_a(k): assert False\n",
-        1,
-        f"{MAX_FAILED + 1} failed in",
-        ["none runs again"],
+        1, f"{MAX_FAILED + 1} failed in", ["none runs again"],
     ),
     "nothing failed": (GOOD, 0, "1 passed in", []),
-}
+}  # fmt: skip
 RUN_NO_TEST_AGAIN = {"collection", "many", "nothing failed"}
 
 

@@ -26,21 +26,13 @@ def llm() -> eyas.LLM:
 def test_laws(llm: eyas.LLM) -> None:
     """Guards the way of each keyword to the engine: texts are those of plain decoding, written out."""
     law = {"temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": -0.5, "seed": 3}
-    expected = plain_decode(
-        llm.target.model, Request(tuple(PROMPT), 16, Sampling(**law, logit_bias=((7, 9.0), (9, -100.0))))
-    )  # type: ignore[arg-type]
+    sampling = Sampling(**law, logit_bias=((7, 9.0), (9, -100.0)))  # type: ignore[arg-type]
+    expected = plain_decode(llm.target.model, Request(tuple(PROMPT), 16, sampling))
+    asked: dict[str, Any] = {**law, "max_new_tokens": 16, "ignore_eos": True}
     for bias in ({7: 9, 9: -100.0}, {"9": -100, "7": 9.0}, [(9, -100), (7, 9)]):
-        assert (
-            list(llm.generate(PROMPT, max_new_tokens=16, logit_bias=bias, ignore_eos=True, **law).token_ids) == expected
-        )  # type: ignore[call-overload]
+        assert list(llm.generate(PROMPT, logit_bias=bias, **asked).token_ids) == expected
     for token in expected[3:6]:
-        stops = {
-            "max_new_tokens": 16,
-            "stop_token_ids": [token],
-            "ignore_eos": True,
-            "logit_bias": {7: 9, 9: -100},
-            **law,
-        }
+        stops = {**asked, "stop_token_ids": [token], "logit_bias": {7: 9, 9: -100}}
         first = llm.generate(PROMPT, **stops)
         assert list(first.token_ids) == expected[: expected.index(token) + 1]
         assert first.finish_reason == "stop"
@@ -71,26 +63,23 @@ def test_log_probabilities(llm: eyas.LLM) -> None:
     assert [[e.top for e in r.logprobs or ()] for r in two] == [[()] * 4, [()] * 4]
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
-        ({"frequency_penalty": "much"}, "frequency_penalty must be from -2 to 2"),
-        ({"logit_bias": {"a": 1}}, "logit_bias maps token ids to numbers"),
-        ({"logit_bias": 7}, "logit_bias maps token ids to numbers"),
-        ({"logit_bias": {7: 200}}, "the bias of token 7 must be from -100 to 100"),
-        ({"logit_bias": {4000: 1}}, "logit_bias: token id 4000 is outside the target's vocabulary"),
-        ({"min_tokens": 1.5}, "min_tokens must be a whole number, 0 or more"),
-        ({"min_tokens": 9, "max_new_tokens": 8}, r"min_tokens must be from 0 to max_new_tokens \(8\), got 9"),
-        ({"min_tokens": 1, "min_new_tokens": 1}, "min_new_tokens is called min_tokens here"),
-        ({"stop_token_ids": 7}, "stop_token_ids is a list of token ids"),
-        ({"stop_token_ids": "77"}, "stop_token_ids is a list of token ids"),
-        ({"logprobs": True}, "logprobs must be a whole number"),
-        ({"logprobs": 161}, "logprobs must be from 0 to the size of the vocabulary"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number, 0 or more"),
-        ({"top_logprobs": 5}, "top_logprobs is not a keyword of eyas: logprobs=5 lists"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "message"), [
+    ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
+    ({"frequency_penalty": "much"}, "frequency_penalty must be from -2 to 2"),
+    ({"logit_bias": {"a": 1}}, "logit_bias maps token ids to numbers"),
+    ({"logit_bias": 7}, "logit_bias maps token ids to numbers"),
+    ({"logit_bias": {7: 200}}, "the bias of token 7 must be from -100 to 100"),
+    ({"logit_bias": {4000: 1}}, "logit_bias: token id 4000 is outside the target's vocabulary"),
+    ({"min_tokens": 1.5}, "min_tokens must be a whole number, 0 or more"),
+    ({"min_tokens": 9, "max_new_tokens": 8}, r"min_tokens must be from 0 to max_new_tokens \(8\), got 9"),
+    ({"min_tokens": 1, "min_new_tokens": 1}, "min_new_tokens is called min_tokens here"),
+    ({"stop_token_ids": 7}, "stop_token_ids is a list of token ids"),
+    ({"stop_token_ids": "77"}, "stop_token_ids is a list of token ids"),
+    ({"logprobs": True}, "logprobs must be a whole number"),
+    ({"logprobs": 161}, "logprobs must be from 0 to the size of the vocabulary"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number, 0 or more"),
+    ({"top_logprobs": 5}, "top_logprobs is not a keyword of eyas: logprobs=5 lists"),
+])  # fmt: skip
 def test_what_cannot_be_gets_one_line(llm: eyas.LLM, keywords: dict[str, Any], message: str) -> None:
     """Guards against tracebacks, and against values that are ignored."""
     with pytest.raises((OptionError, InputError), match=message) as told:

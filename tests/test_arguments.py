@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eyas import tiny
 from eyas.arguments import GenerateKeywords, as_logit_bias, generate_keywords
 from eyas.errors import EyasError, OptionError
+from golden import needs_weights
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"max_tokens": 5, "min_new_tokens": 2}, {"max_new_tokens": 5, "min_tokens": 2}),
-        ({"stop_strings": "x", "max_completion_tokens": 3}, {"stop": "x", "max_new_tokens": 3}),
-        ({"temperature": None, "do_sample": False}, {"temperature": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"max_tokens": 5, "min_new_tokens": 2}, {"max_new_tokens": 5, "min_tokens": 2}),
+    ({"stop_strings": "x", "max_completion_tokens": 3}, {"stop": "x", "max_new_tokens": 3}),
+    ({"temperature": None, "do_sample": False}, {"temperature": 0.0}),
+])  # fmt: skip
 def test_names_that_mean_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """Guards people who come from transformers and vLLM."""
     assert generate_keywords(given).items() >= expected.items()
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"sampling_params": {"temperature": 1}}, "sampling_params is not a keyword of eyas: give its fields"),
-        ({"generation_config": object()}, "generation_config is not a keyword of eyas: give its fields"),
-        ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens is called max_new_tokens here"),
-        ({"do_sample": True}, "needs a temperature above 0"),
-        ({"stop_token_ids": "x"}, "stop_token_ids"),
-    ],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"sampling_params": {"temperature": 1}}, "sampling_params is not a keyword of eyas: give its fields"),
+    ({"generation_config": object()}, "generation_config is not a keyword of eyas: give its fields"),
+    ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens is called max_new_tokens here"),
+    ({"do_sample": True}, "needs a temperature above 0"),
+    ({"stop_token_ids": "x"}, "stop_token_ids"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(EyasError, match=reason) as caught:
         generate_keywords(given)
@@ -48,29 +43,21 @@ PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "coming_from.md").read_te
 def test_the_table_of_names() -> None:
     """Every name of ours in the table of sampling is a keyword."""
     sampling = PAGE.split("## Sampling")[1].split("## Loading")[0]
-    ours = [
-        name
-        for line in sampling.splitlines()[4:]
-        if line[:1] == "|"
-        for name in re.findall(r"`(\w+)`", line.split("|")[1])
-    ]
+    cells = [line.split("|")[1] for line in sampling.splitlines()[4:] if line[:1] == "|"]
+    ours = re.findall(r"`(\w+)`", "".join(cells))
     assert len(ours) > 20
     assert set(ours) - {"n"} <= GenerateKeywords.__annotations__.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 def test_the_page_runs() -> None:
     """A newcomer copies it. The two requests are one."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    lines = [
-        f"r{number} = {line}" if line.startswith("llm.generate") else line
-        for number, line in enumerate(code.splitlines())
-    ]
-    exec(compile("\n".join(lines), "docs/guide/coming_from.md", "exec"), names)
+    number = itertools.count()
+    code = re.sub(r"^(?=llm\.generate)", lambda _: f"r{next(number)} = ", code, flags=re.MULTILINE)
+    exec(compile(code, "docs/guide/coming_from.md", "exec"), names)
     first, last = (value for name, value in names.items() if re.fullmatch(r"r\d+", name))
     assert first.token_ids == last.token_ids
 

@@ -30,9 +30,8 @@ def make() -> PreTrainedModel:
 
 def ids_of(model: PreTrainedModel, **options: Any) -> tuple[int, ...]:
     """The ids of an LLM that is loaded now."""
-    return tuple(
-        eyas.load(model, "suffix", tokenizer=False, kernels="off", **options).generate(PROMPT, **ASKED).token_ids
-    )
+    llm = eyas.load(model, "suffix", tokenizer=False, kernels="off", **options)
+    return tuple(llm.generate(PROMPT, **ASKED).token_ids)
 
 
 def with_kernels(model: PreTrainedModel) -> eyas.LLM:
@@ -127,10 +126,8 @@ def test_an_llm_after_a_change(change: Callable[[Any, PATCH], None], monkeypatch
         with pytest.raises(ModelError, match="have changed since it was loaded: load it again") as caught:
             ask(PROMPT, **ASKED)
         assert "\n" not in str(caught.value)
-    with (
-        attached,
-        pytest.warns() if "hook" in change.__name__ or "forward" in change.__name__ else monkeypatch.context(),
-    ):
+    warned = pytest.warns() if "hook" in change.__name__ or "forward" in change.__name__ else monkeypatch.context()
+    with attached, warned:
         found = model.generate(prompt, **asked)
     assert found.tolist() == model.generate(prompt, **asked).tolist()
 
@@ -151,9 +148,8 @@ def test_a_hook_that_waits() -> None:
     pytest.importorskip("eyas.kernels")
     model, strength = make(), [0.0]
     before = ids_of(model)
-    model.model.layers[0].register_forward_hook(
-        lambda module, args, output: output + strength[0] * torch.linspace(-3, 3, 64)
-    )
+    ramp = torch.linspace(-3, 3, 64)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + strength[0] * ramp)
     with pytest.warns(UserWarning, match="leave out the hooks"):
         llm = eyas.load(model, "suffix", tokenizer=False, kernels="on")
     assert llm.generate(PROMPT, **ASKED).token_ids == before
@@ -201,9 +197,8 @@ def test_layers_that_are_there_twice(kernels: str, copied: bool) -> None:
         model: Any = repeated(make(), 1)
         for number, layer in enumerate(model.model.layers):
             layer.self_attn.layer_idx = number
-        expected = model.generate(
-            torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0
-        )
+        asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
+        expected = model.generate(torch.tensor([PROMPT]), **asked)
         llm = eyas.load(model, "suffix", tokenizer=False, kernels=kernels)
         assert list(llm.generate(PROMPT, **ASKED).token_ids) == expected[0, len(PROMPT) :].tolist()
 

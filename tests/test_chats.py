@@ -46,9 +46,6 @@ def written(template: str, *messages: Any, **keywords: Any) -> str:
     return write_chat(with_template(template), messages, **{"add_generation_prompt": False, **keywords})[0]
 
 
-# --- calls ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [STRICT, LENIENT])
 @pytest.mark.parametrize("arguments", ["", "  \n", None, "null", "{}", {}])
 def test_no_arguments_are_an_empty_object(template: str, arguments: Any) -> None:
@@ -73,9 +70,9 @@ def test_arguments_are_an_object_however_they_are_encoded(template: str, encode:
     [('{"city": "Os', '<f {"city": "Os>'), ("5", "<f 5>"), ('["a"]', '<f ["a"]>'), ("not JSON", "<f not JSON>")],
 )
 def test_arguments_that_are_no_object(arguments: str, shown: str) -> None:
-    """Guards against a conversation that can never go on: the client repeats a call that was cut at
-    its length, or that the model wrote wrongly, with every further request. A template that reads
-    text sees what the model wrote; one that reads objects an empty one."""
+    """Guards against a conversation that can never go on: the client repeats a call that was cut at its length, or that
+    the model wrote wrongly, with every further request. A template that reads text sees what the model wrote; one that
+    reads objects an empty one."""
     assert shown in written(LENIENT, USER, calling(arguments), USER).replace("\n", "")
     assert written(STRICT, USER, calling(arguments), USER) == written(STRICT, USER, calling({}), USER)
 
@@ -88,12 +85,14 @@ def test_templates_that_put_arguments_between_text() -> None:
     assert written(adding, USER, calling({"city": "Ås"}), calling('{"city')) == '```json {"city": "Ås"}```json {"city'
 
 
-@pytest.mark.parametrize("calls", [[], None])
-def test_an_empty_list_of_calls_is_none(calls: Any) -> None:
-    """Guards against `'tool_calls' in message`, with which templates ask for calls: clients and
-    tables of data have the key in every message."""
+def test_keys_that_are_none_are_left_out() -> None:
+    """Guards against `'tool_calls' in message` and `'name' in message`, with which templates ask: clients and
+    tables of data have the keys in every message, set to null."""
     said = {"role": "assistant", "content": "Hello."}
-    assert written(STRICT, USER, {**said, "tool_calls": calls}) == written(STRICT, USER, said)
+    for calls in ([], None):
+        assert written(STRICT, USER, {**said, "tool_calls": calls}) == written(STRICT, USER, said)
+    assert check_messages([{**USER, "name": None, "tool_call_id": None, "function_call": None}]) == [USER]
+    assert check_messages([{**USER, "name": "Ann"}]) == [{**USER, "name": "Ann"}]
 
 
 def test_older_forms_of_a_call() -> None:
@@ -106,17 +105,14 @@ def test_older_forms_of_a_call() -> None:
     assert written(STRICT, USER, bare, {"role": "tool", "content": "7"}) == expected
 
 
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (calling("{}", tool_calls={"a": 1}), '"tool_calls" of message 2 must be a list'),
-        (calling("{}", tool_calls=["f"]), "call 1 of message 2 must be"),
-        (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
-        (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
-        (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
-        (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
-    ],
-)
+@pytest.mark.parametrize(("message", "says"), [
+    (calling("{}", tool_calls={"a": 1}), '"tool_calls" of message 2 must be a list'),
+    (calling("{}", tool_calls=["f"]), "call 1 of message 2 must be"),
+    (calling("{}", tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "call 1 of message 2 must be"),
+    (calling("{}", tool_calls=[{"function": {"arguments": "{}"}}]), "call 1 of message 2 must be"),
+    (calling("{}", content="\ud800"), "content of message 2 is not valid Unicode"),
+    (calling("{}", tool_calls=calling("{}")["tool_calls"] * 2), r"one call at a time \(message 2\)"),
+])  # fmt: skip
 def test_errors_name_the_message(message: dict[str, Any], says: str) -> None:
     """Guards against errors that leave a client with a history of fifty messages to guess."""
     with pytest.raises(InputError, match=says) as caught:
@@ -131,18 +127,14 @@ def test_a_broken_template_blames_no_message() -> None:
     assert "(message" not in str(caught.value)
 
 
-# --- roles and content ---------------------------------------------------------------------------------
-
-
 def test_developer_is_system_where_the_template_does_not_name_it() -> None:
     """Guards against a refusal, and against a role in the prompt that the model has never seen. A
     second system's turn, which strict templates refuse, becomes a part of the first."""
     brief, kind = {"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
     assert written(STRICT, brief, USER).startswith("[system] Be brief.[user]")
     assert written(LENIENT, brief, USER).startswith("[system] Be brief.[user]")
-    assert written(STRICT, kind, brief, USER) == written(
-        STRICT, {"role": "system", "content": "Be kind.\n\nBe brief."}, USER
-    )
+    both = {"role": "system", "content": "Be kind.\n\nBe brief."}
+    assert written(STRICT, kind, brief, USER) == written(STRICT, both, USER)
     naming = LENIENT.replace("[{{ m.role }}]", "{% if m.role == 'developer' %}# {% endif %}[{{ m.role }}]")
     assert written(naming, kind, brief, USER).startswith("[system] Be kind.# [developer] Be brief.")
 
@@ -177,43 +169,27 @@ def test_a_template_that_asks_for_none() -> None:
     assert written(template, USER, calling("{}"), {"role": "assistant", "content": None}) == "[Hi.]<f>[]"
 
 
-def test_keys_that_are_none_are_left_out() -> None:
-    """Guards against `'name' in message` for the keys that tables of data and clients set to null."""
-    assert check_messages([{**USER, "name": None, "tool_call_id": None, "function_call": None}]) == [USER]
-    assert check_messages([{**USER, "name": "Ann"}]) == [{**USER, "name": "Ann"}]
-
-
 SYSTEM = {"role": "system", "content": "Be kind."}
 LATE = {"role": "system", "content": " Be brief. "}
+DEVELOPER = {**LATE, "role": "developer"}
 SAID = {"role": "assistant", "content": "Yes."}
 RESULT = {"role": "tool", "content": "7"}
 
 
-@pytest.mark.parametrize(
-    ("chat", "text"),
-    [
-        ([SYSTEM, LATE, USER], "[system] Be kind.\n\n Be brief. [user] Hi."),
-        ([USER, LATE], "[user] Hi.\n\n Be brief. "),
-        ([SYSTEM, USER, LATE, USER], "[system] Be kind.[user] Hi.\n\n Be brief. \n\nHi."),
-        ([USER, SAID, LATE, USER], "[user] Hi.[assistant] Yes.[user]  Be brief. \n\nHi."),
-        ([USER, SAID, LATE, SAID], "[user] Hi.[assistant] Yes.[user]  Be brief. [assistant] Yes."),
-        ([USER, calling("{}"), RESULT, LATE, SAID], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [assistant] Yes."),
-        ([USER, calling("{}"), RESULT, LATE, USER], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [user] Hi."),
-        (
-            [USER, {**LATE, "role": "developer"}, SAID, LATE, USER],
-            "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("chat", "text"), [
+    ([SYSTEM, LATE, USER], "[system] Be kind.\n\n Be brief. [user] Hi."),
+    ([USER, LATE], "[user] Hi.\n\n Be brief. "),
+    ([SYSTEM, USER, LATE, USER], "[system] Be kind.[user] Hi.\n\n Be brief. \n\nHi."),
+    ([USER, SAID, LATE, USER], "[user] Hi.[assistant] Yes.[user]  Be brief. \n\nHi."),
+    ([USER, SAID, LATE, SAID], "[user] Hi.[assistant] Yes.[user]  Be brief. [assistant] Yes."),
+    ([USER, calling("{}"), RESULT, LATE, SAID], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [assistant] Yes."),
+    ([USER, calling("{}"), RESULT, LATE, USER], "[user] Hi.[assistant] <f>[tool] 7\n\n Be brief. [user] Hi."),
+    ([USER, DEVELOPER, SAID, LATE, USER], "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi."),
+])  # fmt: skip
 def test_texts_of_the_system_after_the_first_turn(chat: list[dict[str, Any]], text: str) -> None:
     """Guards Claude Code and Codex, whose every request was refused: the texts stay in their places, in the turns of the
     user's or of a tool's, and turns still alternate."""
     assert written(STRICT, *chat) == text
-
-
-def test_a_template_that_takes_the_systems_texts_is_given_them_as_they_are() -> None:
-    """Guards against another prompt where nothing was refused."""
-    assert written(LENIENT, USER, LATE, USER, SYSTEM) == "[user] Hi.[system]  Be brief. [user] Hi.[system] Be kind."
 
 
 QUIET = """{% for m in messages %}{% if m.role == 'system' and loop.first %}<{{ m.content | trim }}>{% elif m.role != 'system' %}
@@ -225,14 +201,14 @@ NONE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('
 
 def test_templates_that_leave_the_systems_texts_out() -> None:
     """Guards words that were lost without a word: templates that read a system's text at the beginning alone, and skip
-    others, or know no system at all (Gemma 2's). What a template makes of the first message is its own choice."""
+    others, or know no system at all (Gemma 2's). What a template makes of the first message is its own choice; one that
+    takes such texts is given them as they are."""
+    assert written(LENIENT, USER, LATE, USER, SYSTEM) == "[user] Hi.[system]  Be brief. [user] Hi.[system] Be kind."
     assert written(QUIET, SYSTEM, USER, LATE, USER) == "<Be kind.>[user] Hi.\n\n Be brief. \n\nHi."
     assert written(QUIET.replace("<{{ m.content | trim }}>", ""), SYSTEM, USER, LATE) == "[user] Hi.\n\n Be brief."
     assert written(QUIET, SYSTEM, LATE, USER) == "<Be kind.\n\n Be brief.>[user] Hi."
-    assert (
-        written(NONE, SYSTEM, USER, SAID, LATE, USER)
-        == "[user] Be kind.\n\nHi.[assistant] Yes.[user]  Be brief. \n\nHi."
-    )
+    text = "[user] Be kind.\n\nHi.[assistant] Yes.[user]  Be brief. \n\nHi."
+    assert written(NONE, SYSTEM, USER, SAID, LATE, USER) == text
     assert written(NONE, SYSTEM, SAID) == "[user] Be kind.[assistant] Yes."
     hidden = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content | length }}{% endif %}{% endfor %}"
     assert written(hidden, SYSTEM, USER) == "3"
@@ -240,8 +216,6 @@ def test_templates_that_leave_the_systems_texts_out() -> None:
     with pytest.raises(InputError, match=r"roles must alternate \(message 2\)"):
         written(NONE, USER, USER)
 
-
-# --- tools ---------------------------------------------------------------------------------------------
 
 IDS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}
 {{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}({{ c.id }}){% endfor %}
@@ -260,11 +234,8 @@ def test_ids_of_calls_that_a_template_refuses() -> None:
         return [{**RESULT, **({"tool_call_id": i} if i else {})} for i in ids]
 
     for ids in (("call_1", "toolu_2"), (None, None), ("abcdefghi", "call_1"), ("\ud800x", 5)):
-        text = (
-            written(IDS, USER, calls(*ids), *reversed(results(*ids)))
-            if ids[0]
-            else written(IDS, USER, calls(*ids), *results(*ids))
-        )
+        said = results(*ids)
+        text = written(IDS, USER, calls(*ids), *(said[::-1] if ids[0] else said))
         one, two, *found = [part.strip("()[]") for part in text.replace(")", " ").replace("]", " ").split()]
         assert found == ([two, one] if ids[0] else [one, two])
         assert one != two
@@ -283,30 +254,22 @@ def test_the_tools_beside_messages() -> None:
         assert template_keywords(record) == {"tools": tools}
     for record in ({}, {"tools": []}, {"tools": None}, {"tools": ""}, {"chat_template_kwargs": {}}):
         assert template_keywords(record) == {}
-    assert template_keywords({"chat_template_kwargs": {"enable_thinking": False}}) == {
-        "chat_template_kwargs": {"enable_thinking": False}
-    }
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert template_keywords(thinking) == thinking
     for record in ({"tools": "f"}, {"tools": {"a": 1}}, {"tools": ["f"]}, {"chat_template_kwargs": [1]}):
         with pytest.raises(InputError):
             template_keywords(record)
-
-
-def test_a_place_for_tools() -> None:
-    """Guards against tools that a template leaves out, without a word."""
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    # a template that leaves tools out says so
     assert not has_place_for_tools(with_template(LENIENT), tools)
     assert has_place_for_tools(with_template("{{ tools | tojson }}" + LENIENT), tools)
 
 
 def test_one_form_leads_to_the_same_ids() -> None:
-    """What `check_messages` returns is rendered like what it was given: files that eyas writes hold
-    the former."""
+    """What `check_messages` returns is rendered like what it was given: files that eyas writes hold the former."""
     chat = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER, calling('{"a": "b"}')]
     tokenizer = with_template(STRICT)
     assert render(tokenizer, check_messages(chat)) == render(tokenizer, chat)
 
-
-# --- content that a template reads as parts -------------------------------------------------------------
 
 # Idefics 3's and SmolVLM's; Llava's; a mixture, whose system message is a string; and one that asks, as Gemma 3's does.
 IDEFICS = """{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}
@@ -364,12 +327,8 @@ def test_templates_that_take_strings_get_strings(template: str) -> None:
 
 
 def test_refusals_of_templates_that_read_parts() -> None:
-    refusing = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
-        + IDEFICS
-    )
-    tool = {"role": "tool", "content": "42"}
+    refusing = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + IDEFICS
     with pytest.raises(InputError, match=r"no tools here \(message 3\)"):
-        written(refusing, USER, REPLY, tool)
+        written(refusing, USER, REPLY, {"role": "tool", "content": "42"})
     with pytest.raises(InputError, match="only parts of text are read here"):
         written(IDEFICS, {"role": "user", "content": [{"type": "image"}]})

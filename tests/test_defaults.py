@@ -72,10 +72,8 @@ def steps(name: str, with_kernels: bool) -> Any:
 
 
 def steps_of(drafter: drafters.Drafter) -> list[tuple[Any, ...]]:
-    requests = [
-        Request(tuple((7 * i * k + 3) % 150 for i in range(9 + k)), 12, sampling)
-        for k, sampling in enumerate(SAMPLINGS)
-    ]
+    prompts = [tuple((7 * i * k + 3) % 150 for i in range(9 + k)) for k in range(len(SAMPLINGS))]
+    requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
     _, every = run(Decoder(drafter.target, drafter, 2), requests)
     return [(step.request_id, step.tokens, step.path) for step in every]
 
@@ -140,21 +138,12 @@ def test_new_tensors_name_their_dtype() -> None:
     follow the default as torch's own do: nets are made under `plain_defaults`."""
     silent = []
     for file in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        weights = {
-            id(argument)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "nn.Parameter"
-            for argument in node.args
-        }
-        silent += [
-            f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:60]}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS}
-            and "dtype" not in {keyword.arg for keyword in node.keywords}
-            and id(node) not in weights
-        ]
+        nodes = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        weights = {id(part) for node in nodes if ast.unparse(node.func) == "nn.Parameter" for part in node.args}
+        for node in nodes:
+            makes = ast.unparse(node.func) in {f"torch.{maker}" for maker in MAKERS} and id(node) not in weights
+            if makes and "dtype" not in {keyword.arg for keyword in node.keywords}:
+                silent.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:60]}")
     assert not silent
 
 
@@ -164,23 +153,16 @@ def test_autocast_is_refused() -> None:
     llm, tiny = eyas.load(model(), tokenizer=False, kernels="off"), eyas.load()
     wanted, chat, message = generated(llm), tiny.chat(max_new_tokens=8), "I want to book a table."
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for refused in (
-            lambda: eyas.load(model(), tokenizer=False),
-            lambda: generated(llm),
-            lambda: next(iter(llm.stream(PROMPT))),
-            lambda: chat.send(message),
-        ):
+        load, stream = lambda: eyas.load(model(), tokenizer=False), lambda: next(iter(llm.stream(PROMPT)))
+        for refused in (load, stream, lambda: generated(llm), lambda: chat.send(message)):
             with pytest.raises(OptionError, match=r"torch.autocast is on.*enabled=False"):
                 refused()
         with pytest.raises(OptionError, match=r"torch.autocast is on"), eyas.attach(model()):
             pass
         with torch.autocast("cpu", enabled=False):
             assert generated(llm) == wanted
-    with (
-        eyas.attach(model()),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(OptionError, match="autocast"),
-    ):
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16)
+    with eyas.attach(model()), mixed, pytest.raises(OptionError, match="autocast"):
         plain(model())
     assert generated(llm) == wanted
     assert chat.send(message).text == tiny.chat(max_new_tokens=8).send(message).text

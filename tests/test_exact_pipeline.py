@@ -50,14 +50,8 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 @functools.cache
 def target() -> Target:
     """A model of 8 tokens: small enough that the draft of a random head is often right."""
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    return Target(zoo.tiny("llama", vocab_size=VOCAB, num_hidden_layers=1, **shape))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 1}
+    return Target(zoo.tiny("llama", vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, **sizes))
 
 
 def method(name: str, tree: object, folder: Path) -> Drafter:
@@ -89,11 +83,8 @@ def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
     start = torch.tensor([PROMPT]).expand(len(pairs), -1)
     p_XTV = true_distributions(torch.cat([start, pairs], 1), sampling)
-    expected_X = (
-        len(tokens_RT)
-        * p_XTV[torch.arange(len(pairs)), 0, pairs[:, 0]]
-        * p_XTV[torch.arange(len(pairs)), 1, pairs[:, 1]]
-    )
+    every = torch.arange(len(pairs))
+    expected_X = len(tokens_RT) * p_XTV[every, 0, pairs[:, 0]] * p_XTV[every, 1, pairs[:, 1]]
     first_R = tokens_RT[:, len(PROMPT)] * VOCAB + tokens_RT[:, len(PROMPT) + 1]
     observed_X = torch.bincount(first_R, minlength=len(pairs)).double()
     assert not observed_X[expected_X == 0].any(), "a token that the sampling drops"
@@ -108,8 +99,7 @@ def first_tokens_p_value(tokens_RT: Tensor, sampling: Sampling) -> float:
 
 
 def pooled_p_value(p_XV: Tensor, key_XV: Tensor, token_X: Tensor) -> float:
-    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known
-    before the token."""
+    """p-value of the ranks of the tokens by their keys; the keys may depend on all that was known before the token."""
     order_XV = key_XV.argsort(-1, descending=True)
     ranked_XV = p_XV.gather(1, order_XV)
     hit_XV = (order_XV == token_X[:, None]).double()
@@ -145,14 +135,11 @@ def check_distribution(name: str, folder: Path, requests: int, new: int = 18) ->
     method_name, tree = METHODS[name]
     decoder = Decoder(target(), method(method_name, tree, folder), rows=requests)
     which = [seed % len(SAMPLINGS) for seed in range(requests)]
-    tokens, steps = run(
-        decoder, [Request(PROMPT, new, Sampling(seed=seed, **SAMPLINGS[k])) for seed, k in enumerate(which)]
-    )
+    asked = [Request(PROMPT, new, Sampling(seed=seed, **SAMPLINGS[k])) for seed, k in enumerate(which)]
+    tokens, steps = run(decoder, asked)
     assert {len(t) for t in tokens} == {new}
     if name != "vanilla":
-        assert sum(s.accepted for s in steps) > requests * new / 10, (
-            "hardly anything was accepted: the test tests little"
-        )
+        assert sum(s.accepted for s in steps) > requests * new / 10, "hardly anything was accepted"
     p_values: dict[str, float] = {}
     p_all, q_all, token_all, token_sampled, difference = [], [], [], [], []
     for k, options in enumerate(SAMPLINGS):

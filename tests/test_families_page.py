@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,11 +18,7 @@ QUICK = ("opt", "olmo3", "llama4_text", "gemma4_text", "deepseek_v3")  # full, w
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(RUNS))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
+    return importlib.import_module
 
 
 def test_the_page_is_made_from_the_record(command: Any) -> None:

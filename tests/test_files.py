@@ -45,10 +45,8 @@ def test_a_second_process_is_refused_by_the_number_of_the_first(tmp_path: Path, 
         path.mkdir()
     with hold(path) as process:
         for _ in range(2):
-            with (
-                pytest.raises(InputError, match=rf"is being written by process {process.pid} on "),
-                locked_output(path),
-            ):
+            refused = pytest.raises(InputError, match=rf"is being written by process {process.pid} on ")
+            with refused, locked_output(path):
                 pass
         process.communicate("")
     with locked_output(path):
@@ -74,10 +72,8 @@ def test_parts_are_locked_one_by_one(tmp_path: Path) -> None:
 def test_a_device_is_not_locked_and_a_missing_folder_is_named(tmp_path: Path) -> None:
     with locked_output("/dev/null"), locked_output("/dev/null"):
         pass
-    with (
-        pytest.raises(InputError, match=r"cannot write into .*: no such folder"),
-        locked_output(tmp_path / "no" / "out"),
-    ):
+    refused = pytest.raises(InputError, match=r"cannot write into .*: no such folder")
+    with refused, locked_output(tmp_path / "no" / "out"):
         pass
 
 
@@ -115,13 +111,8 @@ def test_json_of_any_kind_is_a_value_or_one_line() -> None:
     """json.loads raises four kinds of errors, two of which are easily forgotten."""
     assert parse_json(b'\xef\xbb\xbf{"a": [1]}') == parse_json('{"a": [1]}') == {"a": [1]}
     too_deep = "nested too deeply" if sys.version_info < (3, 14) else "not JSON"  # 3.14 reads to the end
-    reasons = {
-        b"\xff": "not UTF-8 at byte 0",
-        "{": "not JSON",
-        "9" * 5000: "a number of too many digits",
-        "[" * 60_000: too_deep,
-        '{"a": ' * 60_000: too_deep,
-    }
+    reasons = {b"\xff": "not UTF-8 at byte 0", "{": "not JSON", "9" * 5000: "a number of too many digits"}
+    reasons |= {"[" * 60_000: too_deep, '{"a": ' * 60_000: too_deep}
     for text, reason in reasons.items():
         with pytest.raises(InputError, match=reason) as raised:
             parse_json(text)

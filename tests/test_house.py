@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas import tiny
+from golden import needs_weights
 from house import TABLE, House, answer_numbers, faults, measured, module_constants, written
 from test_architecture import ROOTS
 
@@ -32,9 +32,7 @@ def test_every_folder_is_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 def test_an_answer_passes_no_more_files() -> None:
     """Guards what runs, which moving files does not change: the files whose functions run for one answer, and their lines."""
     table = House.parse(TABLE.read_text(encoding="utf-8"))
@@ -42,17 +40,14 @@ def test_an_answer_passes_no_more_files() -> None:
     assert not faults(replace(table, lines={}), now), "\n".join(faults(replace(table, lines={}), now))
 
 
-@pytest.mark.parametrize(
-    ("lines", "numbers", "said"),
-    [
-        ({"eyas": {"core/": 31, "errors": 9}}, {}, ["eyas: core/ has 31 code lines, the table 30"]),
-        ({"eyas": {"core/": 30, "errors": 9, "new/": 1}}, {}, ["eyas: new/ is not in the table"]),
-        ({"eyas": {"core/": 30}}, {}, ["eyas: errors is gone"]),
-        ({"eyas": {"core/": 30, "errors": 10}, "eyas_new": {"a": 1}}, {}, ["eyas_new: a is not in the table"]),
-        (SMALL.lines, {"tokens_per_line": 9.51}, ["tokens_per_line is 9.51, and was 9.5"]),
-        ({"eyas": {"core/": 3, "errors": 9}}, {"module_constants": 4}, []),
-    ],
-)
+@pytest.mark.parametrize(("lines", "numbers", "said"), [
+    ({"eyas": {"core/": 31, "errors": 9}}, {}, ["eyas: core/ has 31 code lines, the table 30"]),
+    ({"eyas": {"core/": 30, "errors": 9, "new/": 1}}, {}, ["eyas: new/ is not in the table"]),
+    ({"eyas": {"core/": 30}}, {}, ["eyas: errors is gone"]),
+    ({"eyas": {"core/": 30, "errors": 10}, "eyas_new": {"a": 1}}, {}, ["eyas_new: a is not in the table"]),
+    (SMALL.lines, {"tokens_per_line": 9.51}, ["tokens_per_line is 9.51, and was 9.5"]),
+    ({"eyas": {"core/": 3, "errors": 9}}, {"module_constants": 4}, []),
+])  # fmt: skip
 def test_what_is_found(lines: dict[str, dict[str, int]], numbers: dict[str, float], said: list[str]) -> None:
     """Guards the brake itself: growth, new folders and higher numbers are found, and what falls is not."""
     assert faults(SMALL, House(lines, {**NUMBERS, **numbers})) == said

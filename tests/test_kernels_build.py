@@ -1,8 +1,7 @@
 """Building and loading the CPU kernels: broken compilers, broken caches and other people's files
 end in one line, never in a crash.
 
-Compilers are shell scripts here; the one that works copies the library that this session has
-compiled already.
+Compilers are shell scripts here; the one that works copies the library that this session has compiled already.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def reason() -> str:
 
 @needs
 def test_a_private_cache_and_one_compilation(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may
-    write there."""
+    """Guards the usual way: compiled once, found again, nothing left beside it, nobody else may write there."""
     compiler(f'cp {library} "$out"')
     assert not reason()
     assert not reason()
@@ -134,21 +132,15 @@ def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
         reason()
 
 
-@pytest.mark.parametrize(
-    ("environment", "says"),
-    [
-        ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
-        ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
-        ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
-        ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
-        ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
-        (
-            {"XDG_CACHE_HOME": "/dev/null/cache"},
-            "the cache folder /dev/null/cache/eyas/kernels cannot be used: not a directory",
-        ),
-        ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "says"), [
+    ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
+    ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
+    ({"PATH": "/nowhere"}, "there is no C\\+\\+ compiler here"),
+    ({"EYAS_KERNELS": "off"}, "^EYAS_KERNELS is off$"),
+    ({"EYAS_KERNELS": "False"}, "^EYAS_KERNELS is off$"),
+    ({"XDG_CACHE_HOME": "/dev/null/cache"}, "folder /dev/null/cache/eyas/kernels cannot be used: not a directory"),
+    ({"XDG_CACHE_HOME": "/proc/cache"}, "the cache folder /proc/cache/eyas/kernels cannot be used"),
+])  # fmt: skip
 def test_environments_without_kernels(environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a quotation mark in CXX was a traceback. Every reason is one line."""
     for name, value in environment.items():
@@ -189,13 +181,10 @@ def test_a_cache_that_others_can_write_to(
     assert "is not this user's alone" in reason()
 
 
-@pytest.mark.parametrize(
-    ("isa", "words"),
-    [
-        ("x86-64-v33", "did you mean x86-64-v3"),
-        ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
-    ],
-)
+@pytest.mark.parametrize(("isa", "words"), [
+    ("x86-64-v33", "did you mean x86-64-v3"),
+    ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
+])  # fmt: skip
 def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards EYAS_KERNELS_ISA: a name that does not exist, and a set of another processor, end in one
     line, and nothing is compiled that would die by an illegal instruction."""
@@ -221,15 +210,11 @@ def test_each_instruction_set_has_a_library_of_its_own(
         assert set(_build.ISAS[name][0]) <= set(line.split())
 
 
-@pytest.mark.parametrize(
-    ("lines", "sets"),
-    [
-        (["Features\t: fp asimd aes", "CPU part\t: 0xd08"], ["native", "armv8-a"]),
-        (["Features\t: fp asimd asimddp i8mm", "CPU part\t: 0xd40"], ["native", "armv8-a", "armv8.2-a+dotprod"]),
-        ([], ["native"]),
-    ],
-    ids=["armv8-a", "dotprod", "nothing known"],
-)
+@pytest.mark.parametrize(("lines", "sets"), [
+    (["Features\t: fp asimd aes", "CPU part\t: 0xd08"], ["native", "armv8-a"]),
+    (["Features\t: fp asimd asimddp i8mm", "CPU part\t: 0xd40"], ["native", "armv8-a", "armv8.2-a+dotprod"]),
+    ([], ["native"]),
+], ids=["armv8-a", "dotprod", "nothing known"])  # fmt: skip
 def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards Linux's words for ARM, and systems without them: macOS was told that its processor
     lacks what nobody had looked for."""
@@ -243,9 +228,8 @@ def test_weights_in_huge_pages() -> None:
     """Guards the block that matrices share: each keeps its own values, at the line of a cache, the larger ones too, and
     a block that was made in inference mode can be written to later; the memory of matrices that are gone is given back."""
     made, expected = [], []
-    for i, (shape, dtype) in enumerate(
-        (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16), ((_memory.BLOCK + 5,), torch.uint8))
-    ):
+    small = (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16))
+    for i, (shape, dtype) in enumerate((*small, ((_memory.BLOCK + 5,), torch.uint8))):
         for inference in (True, False):
             tensor = torch.full(shape, i + 2 * inference + 1, dtype=dtype)
             with torch.inference_mode(inference):

@@ -76,8 +76,7 @@ class Weights:
         )  # fmt: skip
 
     def reference(self, x_RQD: Tensor, forward: Pass, store: Tensor) -> Tensor:
-        """Return what the layer makes of x, in float64. store [key or value, R, K, slots, h] is
-        this layer's cache."""
+        """Return what the layer makes of x, in float64. store [key or value, R, K, slots, h] is this layer's cache."""
         s, h = self.sizes, self.sizes.head_dim
         visible_RQT = forward.visible_in_window_RQT if self.window else forward.visible_RQT
         x_RQD = x_RQD.double()
@@ -115,8 +114,7 @@ def rotated(x_RHQh: Tensor, forward: Pass) -> Tensor:
 
 
 def tree_pass(sizes: LayerSizes, layers: int, parents: tuple[int, ...] = PARENTS, old: int = OLD) -> Pass:
-    """Return a pass over the nodes of a tree; all rows have committed slots and `old` nodes before
-    the new ones."""
+    """Return a pass over the nodes of a tree; all rows have committed slots and `old` nodes before the new ones."""
     N, h = len(parents), sizes.head_dim
     sees_NN, depth_N = torch.eye(N, dtype=torch.bool), torch.zeros(N, dtype=torch.long)
     for node, parent in enumerate(parents):

@@ -72,29 +72,16 @@ def test_every_family_with_an_oracle(family: str, shape: tuple[int, int, int]) -
 
 
 TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
+BLOCK = {**TREE, "head.layers": "1,2", "head.depth": 2}
 OPTIONS = {
     "lookahead": {"lookahead.width": 4, "lookahead.ngram": 4, "lookahead.guesses": 3},
     "rest": {"rest.nodes": 14, "rest.depth": 4, "rest.shortest": 1},  # two random tokens are seldom found
     "eagle1": {"tree.choices": "reference"},
     "medusa": {"tree.choices": "dynamic", "tree.nodes": 14},  # its fixed trees: tests/drafters
     "hydra": {"tree.choices": "dynamic", "tree.nodes": 14, "head.arch": "prefix-mlp"},
-    "dflash": {**TREE, "head.layers": "1,2", "head.depth": 2, "head.block": 6},
-    "dflash2": {
-        **TREE,
-        "head.layers": "1,2",
-        "head.depth": 2,
-        "head.block": 6,
-        "head.channels": 8,
-        "head.candidates": 5,
-    },
-    "dspark": {
-        **TREE,
-        "head.layers": "1,2",
-        "head.depth": 2,
-        "head.block": 5,
-        "head.markov_rank": 8,
-        "min_confidence": 0.3,
-    },
+    "dflash": {**BLOCK, "head.block": 6},
+    "dflash2": {**BLOCK, "head.block": 6, "head.channels": 8, "head.candidates": 5},
+    "dspark": {**BLOCK, "head.block": 5, "head.markov_rank": 8, "min_confidence": 0.3},
     "eagle2": TREE,
     "mtp": TREE,
     "gemma4_assistant": TREE,
@@ -120,8 +107,7 @@ def make(name: str, target: Target, **options: object) -> Drafter:
 
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method(name: str) -> None:
-    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the
-    thorough one."""
+    """Guards each method, in a second: greedy and sampled rows, two at a time. The next test is the thorough one."""
     drafter, answered = make(name, Target(model("llama"))), requests("llama", 3, SAMPLINGS)
     tokens, _ = run(Decoder(drafter.target, drafter, 2), [r for r, _ in answered])
     for (request, expected), new in zip(answered, tokens, strict=True):
@@ -182,8 +168,7 @@ def test_heads_that_are_right_now_and_then(name: str) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 @pytest.mark.parametrize("window", [{}, {"window.size": 9, "window.sink": 2}])
 def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
-    """Guards the cache of several layers: its prompts, which need attention here, its commits, its
-    windows."""
+    """Guards the cache of several layers: its prompts, which need attention here, its commits, its windows."""
     target, answered, kind = Target(model("llama")), requests("llama", 8, SAMPLINGS), drafters.find(name)
     options = {**OPTIONS[name], **window, "head.depth": 3}
     check("llama", make(name, target, **options), 3, answered)
@@ -191,23 +176,17 @@ def test_nets_of_several_layers(name: str, window: dict[str, int]) -> None:
     assert check("llama", fresh, 3, answered) > 1, "nothing was accepted"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choices", ["chain-1", "chain-4", "reference"])
-def test_eagle1_shapes(choices: str) -> None:
-    """Guards static trees of other shapes."""
-    drafter = make("eagle1", Target(model("llama")), **{"tree.choices": choices})
-    check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
+SHAPES = ((1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6))
 
 
-@pytest.mark.quick("1-1-1")
-@pytest.mark.parametrize(
-    ("nodes", "depth", "branch"), [(1, 1, 1), (2, 1, 1), (5, 4, 1), (60, 8, 10), (9, 1, 4), (300, 3, 6)]
-)
-def test_eagle2_shapes(nodes: int, depth: int, branch: int) -> None:
-    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted."""
-    drafter = make(
-        "eagle2", Target(model("llama")), **{"tree.nodes": nodes, "tree.depth": depth, "tree.branch": branch}
-    )
+@pytest.mark.quick("shape0")
+@pytest.mark.parametrize("shape", [*SHAPES, "chain-1", "chain-4", "reference"])
+def test_shapes(shape: str | tuple[int, int, int]) -> None:
+    """Guards dynamic trees at their edges: a root alone, a chain, more nodes asked for than were drafted; and static
+    trees of other shapes."""
+    static = isinstance(shape, str)
+    options = {"tree.choices": shape} if static else dict(zip(TREE, shape, strict=True))
+    drafter = make("eagle1" if static else "eagle2", Target(model("llama")), **options)
     check("llama", drafter, 2, requests("llama", 3, (GREEDY,)))
 
 

@@ -56,8 +56,7 @@ def test_what_cannot_be_known_is_no_warning() -> None:
 
 
 def test_a_system_that_hides_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: in a container without /proc/stat, or that shows fewer cores than may be used, a
-    snapshot is a traceback."""
+    """Bug: in a container without /proc/stat, or that shows fewer cores than may be used, a snapshot is a traceback."""
 
     def hidden(percpu: bool) -> list[object]:
         raise PermissionError("/proc/stat")
@@ -88,8 +87,7 @@ def test_a_snapshot_counts_us_and_our_children() -> None:
 
 @pytest.mark.slow
 def test_idle_time_and_waiting_are_not_work() -> None:
-    """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever
-    they do."""
+    """Bug: idle or iowait seconds count as CPU: then everything sums to the cores' number, whatever they do."""
     cores = len(machine.cores())
     before = snapshot()
     first = psutil.cpu_times(percpu=True)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -44,25 +45,20 @@ def test_rewriting() -> None:
     assert lines(guarded) == ["        kept = p / total"]
     assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(-X)")) == ["        return self.g(-kept)"]
     assert lines(rewrite("m:A.f", "X = where(...)", "X = p\nX += 1")) == ["        kept += 1", "        kept = p"]
-    assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(SUM, X)", "SUM + 1")) == [
-        "        return self.g(total, kept)"
-    ]
+    known = rewrite("m:A.f", "self.g(X, ...)", "self.g(SUM, X)", "SUM + 1")
+    assert lines(known) == ["        return self.g(total, kept)"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (rewrite("m:A.g", "X", "X"), "there is no g"),
-        (rewrite("m:A", "X", "X"), "is no function"),
-        (rewrite("m:A.f", "where(X > 1, ...)", "X"), "has 0 pieces like"),
-        (rewrite("m:A.f", "where(X > 0, Y / X, X)", "X"), "has 0 pieces like"),
-        (rewrite("m:A.f", "X = Y", "pass"), "has 2 pieces like"),
-        (rewrite("m:A.f", "self.g(...)", "X", "where(X < 0, ...)"), "has nothing like"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (rewrite("m:A.g", "X", "X"), "there is no g"),
+    (rewrite("m:A", "X", "X"), "is no function"),
+    (rewrite("m:A.f", "where(X > 1, ...)", "X"), "has 0 pieces like"),
+    (rewrite("m:A.f", "where(X > 0, Y / X, X)", "X"), "has 0 pieces like"),
+    (rewrite("m:A.f", "X = Y", "pass"), "has 2 pieces like"),
+    (rewrite("m:A.f", "self.g(...)", "X", "where(X < 0, ...)"), "has nothing like"),
+])  # fmt: skip
 def test_what_does_not_apply_says_so(change: Rewrite, reason: str) -> None:
-    """Guards the list against a change of the source that leaves a mutation without effect, or with
-    another one."""
+    """Guards the list against a change of the source that leaves a mutation without effect, or with another one."""
     with pytest.raises(DoesNotApplyError, match=reason):
         rewritten(CODE, change)
 
@@ -77,11 +73,9 @@ def test_every_change_applies() -> None:
         assert spec.origin is not None
         if isinstance(change, Patch):
             continue
-        with open(spec.origin, encoding="utf-8") as file:
-            source = file.read()
-        assert rewritten(source, change) != rewritten(
-            source, rewrite(change.where, change.pattern, change.pattern, *change.known)
-        )
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        unchanged = rewrite(change.where, change.pattern, change.pattern, *change.known)
+        assert rewritten(source, change) != rewritten(source, unchanged)
 
 
 @pytest.mark.exhaustive

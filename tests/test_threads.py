@@ -101,21 +101,14 @@ def adapters() -> Shared:
 KINDS: dict[str, Callable[[], Shared]] = {"heads": heads, "hybrid": hybrid, "kernels": kernels, "adapters": adapters}
 
 
-# --- programs
-
-
 def ids(rng: random.Random) -> list[int]:
     return [rng.randrange(6, VOCAB) for _ in range(rng.choice((3, 8, 21)))]
 
 
 def keywords(shared: Shared, rng: random.Random) -> dict[str, Any]:
     sampled = {"temperature": 0.9, "seed": rng.randrange(99)} if rng.random() < 0.3 else {}
-    return {
-        "max_new_tokens": rng.randrange(3, 13),
-        "ignore_eos": True,
-        "adapter": rng.choice(shared.adapters),
-        **sampled,
-    }
+    length = {"max_new_tokens": rng.randrange(3, 13), "ignore_eos": True}
+    return {**length, "adapter": rng.choice(shared.adapters), **sampled}
 
 
 def generate(shared: Shared, llm: LLM, rng: random.Random) -> Any:

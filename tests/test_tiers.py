@@ -93,17 +93,13 @@ def test_long(): pass
 
 
 @pytest.mark.quick("test")
-@pytest.mark.parametrize(
-    ("options", "passed", "further"),
-    [
-        ((), 3, "4 further cases: make test-all"),
-        (("-m", "not slow"), 1, "4 further cases"),
-        (("-p", "xdist", "-n", "2"), 3, "4 further cases"),
-        (("--all",), 7, ""),
-        (("test_a.py::test_long",), 1, ""),
-    ],
-    ids=["test", "fast", "two processes", "all", "named"],
-)
+@pytest.mark.parametrize(("options", "passed", "further"), [
+    ((), 3, "4 further cases: make test-all"),
+    (("-m", "not slow"), 1, "4 further cases"),
+    (("-p", "xdist", "-n", "2"), 3, "4 further cases"),
+    (("--all",), 7, ""),
+    (("test_a.py::test_long",), 1, ""),
+], ids=["test", "fast", "two processes", "all", "named"])  # fmt: skip
 def test_what_runs_and_what_is_said(options: tuple[str, ...], passed: int, further: str, tmp_path: Path) -> None:
     """Bugs: a command runs other cases than it says; nobody learns that some were left out, with several processes
     above all, of which only the first one writes."""

@@ -9,10 +9,7 @@ import pytest
 
 from eyas import checkpoints, tiny
 from eyas.errors import CheckpointError, ModelError
-
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+from golden import needs_weights
 
 
 def flip(path: Path) -> None:
@@ -26,8 +23,7 @@ def flip(path: Path) -> None:
 
 @needs_weights
 def test_flipped_bits(tmp_path: Path) -> None:
-    """Bug: a bit that flipped on the disk, in the weights or in a head, was noticed by `eyas
-    doctor` alone."""
+    """Bug: a bit that flipped on the disk, in the weights or in a head, was noticed by `eyas doctor` alone."""
     folder = tmp_path / "weights"
     shutil.copytree(tiny.FOLDER, folder)
     for name in ("eagle1/model.safetensors", "eagle3/model.safetensors", "eagle3/config.json", "mtp/model.safetensors"):

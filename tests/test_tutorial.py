@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from eyas import tiny
+from golden import needs_weights
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "start" / "tutorial.ipynb"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 def test_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the first page that a newcomer tries: every cell runs, and prints where the page shows
-    that it prints."""
+    """Guards the first page that a newcomer tries: every cell runs, and prints where the page shows that it prints."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
     assert len(cells) >= 6

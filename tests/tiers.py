@@ -17,14 +17,9 @@ import pytest
 from covers import cover, wanted
 
 __all__ = [
-    "MATRICES",
-    "Matrix",
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_sessionfinish",
-    "pytest_terminal_summary",
-    "pytest_testnodedown",
-]
+    "MATRICES", "Matrix", "pytest_addoption", "pytest_collection_modifyitems", "pytest_sessionfinish",
+    "pytest_terminal_summary", "pytest_testnodedown",
+]  # fmt: skip
 
 FURTHER = "further cases"  # how many cases a process of xdist has left out
 

@@ -22,20 +22,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 __all__ = [
-    "COMMON",
-    "CONTEXT",
-    "FAMILIES",
-    "HYBRIDS",
-    "LAYERS",
-    "REFUSED",
-    "SWITCH",
-    "SWITCHING",
-    "VOCAB",
-    "WINDOW",
-    "llama_dynamic",
-    "phi3_longrope",
-    "tiny",
-]
+    "COMMON", "CONTEXT", "FAMILIES", "HYBRIDS", "LAYERS", "REFUSED", "SWITCH", "SWITCHING", "VOCAB", "WINDOW",
+    "llama_dynamic", "phi3_longrope", "tiny",
+]  # fmt: skip
 
 VOCAB = 160
 CONTEXT = 512
@@ -47,20 +36,13 @@ SWITCH = 64  # positions at which the models of SWITCHING change their frequenci
 
 # Options of nearly every configuration of transformers.
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 80,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": False,
+}  # fmt: skip
+SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+MIXED: dict[str, Any] = {**SLIDING, "layer_types": ALTERNATING}
 ROPE: dict[str, Any] = {"rope_theta": 10000.0}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -106,132 +88,70 @@ def _initialise(model: PreTrainedModel, seed: int) -> None:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _family("llama"),
-    "mistral": _family("mistral", sliding_window=WINDOW),
-    "mixtral": _family("mixtral", sliding_window=WINDOW, **EXPERTS),
-    "qwen2": _family("qwen2", use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "mistral": _family("mistral", **SLIDING),
+    "mixtral": _family("mixtral", **SLIDING, **EXPERTS),
+    "qwen2": _family("qwen2", use_sliding_window=True, **MIXED),
     "qwen3": _family("qwen3"),
-    "qwen3_moe": _family(
-        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True
-    ),
+    "qwen3_moe": _family("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True),
     "gemma2": _family(
-        "gemma2",
-        eager=True,
-        sliding_window=WINDOW,
-        layer_types=ALTERNATING,
-        query_pre_attn_scalar=12,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=4.0,
+        "gemma2", eager=True, **MIXED, query_pre_attn_scalar=12, attn_logit_softcapping=5.0, final_logit_softcapping=4.0
     ),
-    "gemma3": _family("gemma3_text", sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=12),
-    "phi3": _family("phi3", sliding_window=WINDOW, original_max_position_embeddings=CONTEXT),
+    "gemma3": _family("gemma3_text", **MIXED, query_pre_attn_scalar=12),
+    "phi3": _family("phi3", **SLIDING, original_max_position_embeddings=CONTEXT),
     "olmo2": _family("olmo2", seed=3),
     "granite": _family(
         "granite", embedding_multiplier=3.0, logits_scaling=0.7, residual_multiplier=0.6, attention_multiplier=0.2
     ),
-    "cohere2": _family(
-        "cohere2", sliding_window=WINDOW, layer_types=ALTERNATING, logit_scale=0.4, tie_word_embeddings=True
-    ),
+    "cohere2": _family("cohere2", **MIXED, logit_scale=0.4, tie_word_embeddings=True),
     "gpt_neox": _family("gpt_neox", seed=3),
     "gpt2": _family("gpt2", seed=2),
     "gpt_oss": _family(
-        "gpt_oss",
-        eager=True,
-        sliding_window=WINDOW,
-        layer_types=ALTERNATING,
-        **EXPERTS,
+        "gpt_oss", eager=True, **MIXED, **EXPERTS,
         rope_parameters={**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4},
     ),
     "gemma4": _family(
-        "gemma4_text",
-        sliding_window=WINDOW,
-        layer_types=ALTERNATING,
-        num_kv_shared_layers=2,
-        head_dim=12,
-        global_head_dim=24,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
-        final_logit_softcapping=4.0,
+        "gemma4_text", **MIXED, num_kv_shared_layers=2, head_dim=12, global_head_dim=24,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, final_logit_softcapping=4.0,
     ),
     "llama4": _family(
-        "llama4_text",
-        attention_chunk_size=WINDOW,
-        layer_types=["chunked_attention", "full_attention"] * (LAYERS // 2),
-        intermediate_size_mlp=40,
-        interleave_moe_layer_step=2,
-        **EXPERTS,
+        "llama4_text", attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"] * (LAYERS // 2),
+        intermediate_size_mlp=40, interleave_moe_layer_step=2, **EXPERTS,
     ),
     "deepseek_v3": _family(
-        "deepseek_v3",
-        head_dim=8,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=40,
-        first_k_dense_replace=1,
+        "deepseek_v3", head_dim=8, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=12, first_k_dense_replace=1,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=40,
     ),
-}
+}  # fmt: skip
 
+LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
 llama_dynamic = _family(
     "llama", max_position_embeddings=SWITCH, rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0}
 )
 phi3_longrope = _family(
-    "phi3",
-    original_max_position_embeddings=SWITCH,
-    rope_parameters={
-        **ROPE,
-        "rope_type": "longrope",
-        "factor": CONTEXT / SWITCH,
-        "short_factor": [1.0] * 6,
-        "long_factor": [4.0] * 6,
-    },
+    "phi3", original_max_position_embeddings=SWITCH, rope_parameters={**ROPE, **LONG, "factor": CONTEXT / SWITCH}
 )
 SWITCHING: dict[str, Callable[[], PreTrainedModel]] = {"llama_dynamic": llama_dynamic, "phi3_longrope": phi3_longrope}
 
 STATE_THEN_ATTENTION = ["linear_attention", "full_attention"] * (LAYERS // 2)
 CONV_THEN_ATTENTION = ["conv", "full_attention"] * (LAYERS // 2)
 DELTA_NET: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 MAMBA_1: dict[str, Any] = {"mamba_d_state": 8, "mamba_dt_rank": 4}
 MAMBA_2: dict[str, Any] = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 24,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16,
+}  # fmt: skip
 SHARED_EXPERT: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 40,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 LATENT: dict[str, Any] = {  # multi-head latent attention
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 12,
-    "topk_group": 1,
-    "num_experts": 4,
-    "moe_intermediate_size": 40,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 12, "topk_group": 1, "num_experts": 4, "moe_intermediate_size": 40,
+}  # fmt: skip
 ZAMBA: dict[str, Any] = {
-    "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2),
-    "attention_hidden_size": 96,
-    "attention_head_dim": 24,
-}
+    "layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "attention_hidden_size": 96, "attention_head_dim": 24,
+}  # fmt: skip
 
 HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _family("lfm2", layer_types=CONV_THEN_ATTENTION),
@@ -251,13 +171,8 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
         "granitemoehybrid", layer_types=["mamba", "attention"] * (LAYERS // 2), shared_intermediate_size=40, **EXPERTS, **MAMBA_2
     ),
     "nemotron_h": _family(
-        "nemotron_h",
-        layers_block_type=["mamba", "attention", "mamba", "mlp"],
-        mamba_num_heads=4,
-        mamba_head_dim=24,
-        ssm_state_size=8,
-        n_groups=1,
-        chunk_size=16,
+        "nemotron_h", layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4, mamba_head_dim=24,
+        ssm_state_size=8, n_groups=1, chunk_size=16,
     ),
     "zamba": _family("zamba", n_mamba_heads=2, **MAMBA_1, **ZAMBA),
     "zamba2": _family(
@@ -266,14 +181,8 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "olmo_hybrid": _family("olmo_hybrid", layer_types=STATE_THEN_ATTENTION, **{**DELTA_NET, "linear_num_key_heads": 4}),
     "kimi_linear": _family(
-        "kimi_linear",
-        layer_types=STATE_THEN_ATTENTION,
-        linear_num_heads=2,
-        linear_head_dim=8,
-        num_experts_per_token=2,
-        num_expert_group=1,
-        num_shared_experts=1,
-        **LATENT,
+        "kimi_linear", layer_types=STATE_THEN_ATTENTION, linear_num_heads=2, linear_head_dim=8,
+        num_experts_per_token=2, num_expert_group=1, num_shared_experts=1, **LATENT,
     ),
     "bailing_hybrid": _family("bailing_hybrid", layer_types=STATE_THEN_ATTENTION, num_experts_per_tok=2, n_group=1, head_dim=8, **LATENT),
     "zaya": _family("zaya"),

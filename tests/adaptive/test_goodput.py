@@ -20,8 +20,7 @@ from eyas.drafters import CycleInput, TreeSize, find
 
 
 def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
-    """Returns the tokens that a tree of that shape would have yielded, by growing it again within
-    the larger one."""
+    """Returns the tokens that a tree of that shape would have yielded, by growing it again within the larger one."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
@@ -54,16 +53,14 @@ def grown(shape: TreeSize, law: Sampling) -> Draft:
     """By a net, of one row."""
     target = Target(zoo.FAMILIES["llama"]())
     kind = find("eagle2")
-    drafter = kind.random(
-        target, build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4}), seed=1
-    )
+    options = build_options(kind.Options, {"tree.nodes": 64, "tree.depth": 5, "tree.branch": 4})
+    drafter = kind.random(target, options, seed=1)
     session, text = drafter.open(1), tuple(range(5, 40))
     session.begin(0, 0, len(text))
     target.open(1, drafter.feature_layers).prefill(0, text, lambda *chunk: session.prefill(0, *chunk))
     one_1, noise = torch.ones(1, dtype=torch.long), GumbelNoise.from_sampling((law,), target.device)
-    roots = CycleInput(
-        7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text), active_rows=(0,), tree_size=shape
-    )
+    row = (7 * one_1, len(text) * one_1, one_1 > 0, (law,), noise, len(text))
+    roots = CycleInput(*row, active_rows=(0,), tree_size=shape)
     with torch.inference_mode():
         return session.draft(roots)
 
@@ -164,21 +161,12 @@ def test_nothing_larger_yields_less() -> None:
                 assert acceptance(small) <= acceptance(large) + 1e-12
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
-        TreeSize(1, 1, 1),
-        TreeSize(2, 1, 1),
-        TreeSize(60, 8, 10),
-        TreeSize(300, 3, 6),
-        TreeSize(9, 1, 4),
-        TreeSize(5, 12, 1),
-    ],
-)
-def test_every_limit_has_sizes(limit: TreeSize) -> None:
+@pytest.mark.parametrize("limit", [(1, 1, 1), (2, 1, 1), (60, 8, 10), (300, 3, 6), (9, 1, 4), (5, 12, 1)])
+def test_every_limit_has_sizes(limit: tuple[int, int, int]) -> None:
     """Bug: a limit of the user's leaves no size, or one that exceeds it."""
-    found = sizes(limit)
+    largest = TreeSize(*limit)
+    found = sizes(largest)
     assert found
-    assert all(s.within(limit) == s for s in found)
-    assert all(s.depth < s.nodes for s in found if limit.nodes > 1)
-    assert planned(curve(0.1, 0.1), Acceptance(limit))[0] in found
+    assert all(s.within(largest) == s for s in found)
+    assert all(s.depth < s.nodes for s in found if largest.nodes > 1)
+    assert planned(curve(0.1, 0.1), Acceptance(largest))[0] in found

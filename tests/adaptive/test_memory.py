@@ -68,16 +68,13 @@ def test_nothing_is_written_before_drafts_were_seen(tmp_path: Path) -> None:
     assert again.share("draft") == 0
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", '{"key": {"head": "a"}}', '{"key": {"head": "b"}, "remembered": {"trees": [], "tokens": [[1, 3.0]]}}',
-        '{"key": {"head": "a"}, "remembered": {"trees": [[NaN]], "tokens": []}}',
-        '{"key": {"head": "a"}, "remembered": {"trees": [[-1.0]], "tokens": []}}',
-        '{"key": {"head": "a"}, "remembered": {"trees": [], "tokens": [[1, 0.5]]}}',
-        '{"key": {"head": "a"}, "remembered": {"trees": 1, "tokens": []}}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", '{"key": {"head": "a"}}', '{"key": {"head": "b"}, "remembered": {"trees": [], "tokens": [[1, 3.0]]}}',
+    '{"key": {"head": "a"}, "remembered": {"trees": [[NaN]], "tokens": []}}',
+    '{"key": {"head": "a"}, "remembered": {"trees": [[-1.0]], "tokens": []}}',
+    '{"key": {"head": "a"}, "remembered": {"trees": [], "tokens": [[1, 0.5]]}}',
+    '{"key": {"head": "a"}, "remembered": {"trees": 1, "tokens": []}}',
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_counts_for_nothing(content: str, tmp_path: Path) -> None:
     (tmp_path / "paid.json").write_text(content)
     assert memory(tmp_path).read() is None

@@ -132,9 +132,8 @@ def test_text_stays_the_same_whatever_is_chosen(name: str, with_kernels: bool, m
     drafter = drafters.find(name).random(target)
     fallback = None if drafter.model_free else drafters.find("suffix").load(None, target)
     costs = curve(0.001, 0.001)
-    policy = AdaptiveController(
-        lambda: costs, drafter.max_tree, False, drafter.chooses_nodes, fallback, target.runner.skips_padding
-    )
+    settings = (drafter.max_tree, False, drafter.chooses_nodes, fallback, target.runner.skips_padding)
+    policy = AdaptiveController(lambda: costs, *settings)
     prompts = ((5, 6, 7, 5, 6, 7, 5, 6), tuple(range(20, 49)) * 2, (11,), (9, 8, 9, 8, 9))
     laws = turn(name, CHOSEN, ((LAWS[0],) * 4, LAWS), offset=int(with_kernels))
     requests = [Request(prompt, 40 - 3 * n, law) for n, (prompt, law) in enumerate(zip(prompts, laws, strict=True))]

@@ -1,9 +1,8 @@
 """A policy may use the past, but not the drawn tokens: shown by enumerating every draw through the
 shipped verification.
 
-Where children are drawn from q, keeping a node because of its token changes the distribution of the
-text: rejected nodes count too. A decision that was made before the draft does no harm, whatever
-part of the past it depends on.
+Where children are drawn from q, keeping a node because of its token changes the distribution of the text: rejected
+nodes count too. A decision that was made before the draft does no harm, whatever part of the past it depends on.
 """
 
 from __future__ import annotations
@@ -61,16 +60,13 @@ def test_a_limit_of_nodes_keeps_the_law(name: str) -> None:
 @pytest.mark.quick("pair", "chain")
 @pytest.mark.parametrize("name", ["chain", "pair", "binary"])
 def test_a_rule_that_looks_at_drawn_tokens_is_biased_and_ours_is_not(name: str) -> None:
-    """Bug: a policy, or a tree's pruning, that sees what was drawn in this cycle. No odds: every
-    event is weighed."""
+    """Bug: a policy, or a tree's pruning, that sees what was drawn in this cycle. No odds: every event is weighed."""
     depth, vocab = {"chain": 3, "pair": 1, "binary": 2}[name], 3
     world = ToyModels(vocab, depth + 3)
     check_exact(world, drawn_cycle(name, cut=by_the_past(world)), depth + 2, 2)
     wrong = law_of(world, drawn_cycle(name, cut=by_its_own_token(world)), depth + 2, 2)
     assert abs(float(wrong.sum()) - 1) < TOLERANCE
-    assert float((wrong - world.true_law(depth + 2)).abs().sum()) > 0.01, (
-        "the wrong rule does no harm here: this test shows nothing"
-    )
+    assert float((wrong - world.true_law(depth + 2)).abs().sum()) > 0.01, "the wrong rule does no harm here"
 
 
 def test_sleeping_rows_alone_lose_their_nodes() -> None:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import zoo
 from eyas import drafters
 from eyas.checkpoints import load, save
 from eyas.core.target import Target
@@ -26,20 +25,12 @@ def tensors(markov: bool = False, confidence: bool = False, tables: bool = False
     """A head of two layers that reads two features, under the published names."""
     made = torch.Generator().manual_seed(0)
     sizes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+    layer |= {"self_attn.q_norm": (H,), "self_attn.k_norm": (H,), "self_attn.o_proj": (D, 48)}
+    layer |= {"self_attn.q_proj": (48, D), "self_attn.k_proj": (24, D), "self_attn.v_proj": (24, D)}
+    layer |= {"mlp.gate_proj": (INNER, D), "mlp.up_proj": (INNER, D), "mlp.down_proj": (D, INNER)}
     for i in range(2):
-        sizes |= {
-            f"layers.{i}.input_layernorm.weight": (D,),
-            f"layers.{i}.post_attention_layernorm.weight": (D,),
-            f"layers.{i}.self_attn.q_proj.weight": (48, D),
-            f"layers.{i}.self_attn.k_proj.weight": (24, D),
-            f"layers.{i}.self_attn.v_proj.weight": (24, D),
-            f"layers.{i}.self_attn.o_proj.weight": (D, 48),
-            f"layers.{i}.self_attn.q_norm.weight": (H,),
-            f"layers.{i}.self_attn.k_norm.weight": (H,),
-            f"layers.{i}.mlp.gate_proj.weight": (INNER, D),
-            f"layers.{i}.mlp.up_proj.weight": (INNER, D),
-            f"layers.{i}.mlp.down_proj.weight": (D, INNER),
-        }
+        sizes |= {f"layers.{i}.{name}.weight": size for name, size in layer.items()}
     if markov:
         sizes |= {"markov_head.markov_w1.weight": (V, R), "markov_head.markov_w2.weight": (V, R)}
     if confidence:
@@ -61,13 +52,14 @@ def config(name: str, **more: Any) -> dict[str, Any]:
     ids: dict[str, Any] = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
     if name == DFLASH:
         return {**layer, "dflash_config": ids, **more}
-    heads = {
-        "markov_rank": R,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    return {**layer, **ids, **heads, "num_anchors": 512, **more}
+    markov = {"markov_rank": R, "markov_head_type": "vanilla"}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    return {**layer, **ids, **markov, **confidence, "num_anchors": 512, **more}
+
+
+def inner(**more: Any) -> dict[str, Any]:
+    """A head of DFlash with more settings of its own."""
+    return config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], **more})
 
 
 def lay(folder: Path, told: dict[str, Any], held: dict[str, Tensor]) -> Path:
@@ -79,11 +71,6 @@ def lay(folder: Path, told: dict[str, Any], held: dict[str, Tensor]) -> Path:
 
 def published(name: str) -> dict[str, Tensor]:
     return tensors() if name == DFLASH else tensors(markov=True, confidence=True, tables=True)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @pytest.mark.parametrize(("name", "method", "from_anchor"), [(DFLASH, "dflash", False), (DSPARK, "dspark", True)])
@@ -104,14 +91,10 @@ def test_reading_the_published_names(tmp_path: Path, target: Target, name: str, 
     }
     if name == DSPARK:
         pairs |= {
-            "markov_head.markov_w1.weight": "markov.before.weight",
-            "markov_head.markov_w2.weight": "markov.after.weight",
+            f"markov_head.markov_{x}.weight": f"markov.{y}.weight" for x, y in (("w1", "before"), ("w2", "after"))
         }
-        pairs |= {
-            "confidence_head.proj.bias": "confidence.bias",
-            "lm_head.weight": "head.weight",
-            "embed_tokens.weight": "embed.weight",
-        }
+        pairs |= {"confidence_head.proj.bias": "confidence.bias", "lm_head.weight": "head.weight"}
+        pairs |= {"embed_tokens.weight": "embed.weight"}
     assert all(torch.equal(held[theirs], weights.tensors[ours]) for theirs, ours in pairs.items())
     assert len(weights.tensors) == len(held)
     drafter: Any = drafters.find(method).load(weights, target)
@@ -139,98 +122,70 @@ def test_tables_that_are_the_targets(tmp_path: Path, target: Target) -> None:
     """Guards DeepSpec's heads, which hold copies of the target's tables: these are not kept twice.
     Without them the target's are used."""
     held = tensors(markov=True, confidence=True)
-    for tables in (
-        {},
-        {"embed_tokens.weight": target.embed(torch.arange(V)), "lm_head.weight": target.family.head.weight.detach()},
-    ):
+    copies = {
+        "embed_tokens.weight": target.embed(torch.arange(V)),
+        "lm_head.weight": target.family.head.weight.detach(),
+    }
+    for tables in ({}, copies):
         drafter: Any = drafters.find("dspark").load(load(lay(tmp_path, config(DSPARK), {**held, **tables})), target)
         assert drafter.net.head is None
         assert drafter.embed_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("told", "from_anchor"),
-    [
-        (config(DFLASH, sample_from_anchor=True), True),
-        (config(DFLASH, shift_label=True), True),
-        (config(DSPARK, sample_from_anchor=False), False),
-        (config("DSparkDraftModel", sample_from_anchor=True), True),
-        (config("DSparkDraftModel", shift_label=False), False),
-    ],
-)
+@pytest.mark.parametrize(("told", "from_anchor"), [
+    (config(DFLASH, sample_from_anchor=True), True),
+    (config(DFLASH, shift_label=True), True),
+    (config(DSPARK, sample_from_anchor=False), False),
+    (config("DSparkDraftModel", sample_from_anchor=True), True),
+    (config("DSparkDraftModel", shift_label=False), False),
+])  # fmt: skip
 def test_the_flag_has_precedence(tmp_path: Path, told: dict[str, Any], from_anchor: bool) -> None:
     """Guards the off-by-one: what config.json says is stronger than the class."""
     held = tensors() if told["architectures"] == [DFLASH] else tensors(markov=True, confidence=True)
     assert load(lay(tmp_path, told, held)).config["from_anchor"] == from_anchor
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (config("DSparkDraftModel"), "which token a slot"),
-        ({**config(DSPARK), "architectures": None}, "which token a slot"),
-        (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
-        (config(DSPARK, markov_head_type="gated"), "'gated'"),
-        (config(DSPARK, markov_rank=0), "reads the Markov head"),
-        (config("Gemma4DSparkModel"), "Gemma 4's"),
-        (config(DSPARK, is_causal="yes"), "is_causal"),
-        (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
-        (config(DSPARK, layer_types=[["full_attention"], []]), "layer_types"),
-        (config(DSPARK, use_sliding_window=True, sliding_window="wide"), "windows that cannot be read"),
-        (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
-        (config(DSPARK, attention_bias=True), "biases"),
-        (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
-        (config(DSPARK, model_type="llama"), "qwen3"),
-        (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
-        (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
-        (config(DSPARK, mask_token_id=None), "mask_token_id"),
-        (config(DSPARK, block_size=1), "block_size"),
-    ],
-)
-def test_refusals_of_dspark(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("told", "message"), [
+    (config("DSparkDraftModel"), "which token a slot"),
+    ({**config(DSPARK), "architectures": None}, "which token a slot"),
+    (config(DSPARK, sample_from_anchor=True, shift_label=False), "contradict"),
+    (config(DSPARK, markov_head_type="gated"), "'gated'"),
+    (config(DSPARK, markov_rank=0), "reads the Markov head"),
+    (config("Gemma4DSparkModel"), "Gemma 4's"),
+    (config(DSPARK, is_causal="yes"), "is_causal"),
+    (config(DSPARK, layer_types=["full_attention", "chunked_attention"]), "layer_types"),
+    (config(DSPARK, layer_types=[["full_attention"], []]), "layer_types"),
+    (config(DSPARK, use_sliding_window=True, sliding_window="wide"), "windows that cannot be read"),
+    (config(DSPARK, draft_vocab_size=32), "whole vocabulary"),
+    (config(DSPARK, attention_bias=True), "biases"),
+    (config(DSPARK, model_type="gemma4"), "Gemma 4's"),
+    (config(DSPARK, model_type="llama"), "qwen3"),
+    (config(DSPARK, target_layer_ids=[1, 0]), "target_layer_ids"),
+    (config(DSPARK, target_layer_ids=[-2, 0]), "target_layer_ids"),
+    (config(DSPARK, mask_token_id=None), "mask_token_id"),
+    (config(DSPARK, block_size=1), "block_size"),
+    ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ({**config(DFLASH), "architectures": None}, "which token a slot"),
+    (config(DFLASH, use_swa=True), "sliding window"),
+    (config(DFLASH, attention_value_scale=0.7), "multiplied by a factor"),
+    (config(DFLASH, attention_sink_bias=True), "sinks"),
+    (inner(projector_type="domino"), "domino"),
+    (inner(selector_rank=64), "each pair is there"),
+    (inner(input_embedding_scale=-2.0), "above 0"),
+])  # fmt: skip
+def test_refusals(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    plain = "dflash_config" in told
     with pytest.raises(CheckpointError, match=message):
-        load(lay(tmp_path, told, tensors(markov=True, confidence=True)))
+        load(lay(tmp_path, told, tensors() if plain else tensors(markov=True, confidence=True)))
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({**config(DFLASH), "architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({**config(DFLASH), "architectures": None}, "which token a slot"),
-        (config(DFLASH, use_swa=True), "sliding window"),
-        (config(DFLASH, attention_value_scale=0.7), "multiplied by a factor"),
-        (config(DFLASH, attention_sink_bias=True), "sinks"),
-        (
-            config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "projector_type": "domino"}),
-            "domino",
-        ),
-        (
-            config(DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "selector_rank": 64}),
-            "each pair is there",
-        ),
-        (
-            config(
-                DFLASH, dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 1], "input_embedding_scale": -2.0}
-            ),
-            "above 0",
-        ),
-    ],
-)
-def test_refusals_of_dflash(tmp_path: Path, told: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        load(lay(tmp_path, told, tensors()))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers.1.self_attn.k_norm.weight": None}, r"missing layers\.1\.self_attn\.k_norm\.weight"),
-        ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"unexpected layers\.0\.self_attn\.q_proj\.bias"),
-        ({"fc.weight": torch.zeros(D, D)}, r"fc\.weight is \[48, 48\]"),
-        ({"norm.weight": torch.zeros(D, dtype=torch.int8)}, "quantised"),
-        ({"lm_head.weight": torch.zeros(V, D)}, r"unexpected lm_head\.weight"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"layers.1.self_attn.k_norm.weight": None}, r"missing layers\.1\.self_attn\.k_norm\.weight"),
+    ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"unexpected layers\.0\.self_attn\.q_proj\.bias"),
+    ({"fc.weight": torch.zeros(D, D)}, r"fc\.weight is \[48, 48\]"),
+    ({"norm.weight": torch.zeros(D, dtype=torch.int8)}, "quantised"),
+    ({"lm_head.weight": torch.zeros(V, D)}, r"unexpected lm_head\.weight"),
+])  # fmt: skip
 def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Tensor | None], message: str) -> None:
     """Guards strict reading: a tensor that is missing, unknown or of another shape is named."""
     held = {name: value for name, value in {**tensors(), **change}.items() if value is not None}
@@ -238,15 +193,12 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Tensor | None
         load(lay(tmp_path, config(DFLASH), held))
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"num_target_layers": 36}, "number of target layers is 36, the target's 4"),
-        ({"vocab_size": 161}, "vocabulary is 161"),
-        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "another model"),
-        ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 1]}}, "160 embeddings"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    ({"num_target_layers": 36}, "number of target layers is 36, the target's 4"),
+    ({"vocab_size": 161}, "vocabulary is 161"),
+    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 3]}}, "another model"),
+    ({"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 1]}}, "160 embeddings"),
+])  # fmt: skip
 def test_heads_of_another_target(tmp_path: Path, target: Target, told: dict[str, Any], message: str) -> None:
     weights = load(lay(tmp_path, config(DFLASH, **told), tensors()))
     with pytest.raises(CheckpointError, match=message):
@@ -316,37 +268,24 @@ def test_windows_and_factors(tmp_path: Path) -> None:
     """Guards what z-lab's class makes of layers with a window: their slots see earlier slots only, unless is_causal says
     so for all, or vLLM's setting of that meaning where is_causal is absent; and that the writer says it again."""
     factors = {"input_embedding_scale": 7.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
-    inner = config(DFLASH)["dflash_config"]
-    for number, (more, causal) in enumerate(
-        (
-            ({}, (False, True)),
-            ({"is_causal": False}, ()),
-            ({"is_causal": True}, (True, True)),
-            ({"dflash_config": {**inner, "causal": True}}, (True, True)),
-            ({"dflash_config": {**inner, "causal": True}, "is_causal": False}, ()),
-        )
-    ):
+    of_vllm = {"dflash_config": inner(causal=True)["dflash_config"]}
+    rules = (({}, (False, True)), ({"is_causal": False}, ()), ({"is_causal": True}, (True, True)))
+    for number, (more, causal) in enumerate((*rules, (of_vllm, (True, True)), ({**of_vllm, "is_causal": False}, ()))):
         first = load(lay(tmp_path / f"a{number}", config(DFLASH, **WINDOWED, **factors, **more), tensors()))
         assert first.config["windows"] == (None, 9)
         assert first.config["causal"] == causal
         assert [first.config[key] for key in ("embed_scale", "logit_scale", "logit_cap")] == [7.0, 0.5, 30.0]
         save(first, tmp_path / f"b{number}")
         assert load(tmp_path / f"b{number}").config == first.config
-
-
-def test_layer_types_of_a_larger_model(tmp_path: Path) -> None:
-    """Guards a head whose config.json lists the layers of the model that it was made from: the head's are the first."""
+    # where config.json lists the layers of the model that the head was made from, the head's are the first
     told = config(DFLASH, **{**WINDOWED, "layer_types": [*WINDOWED["layer_types"], "full_attention"]})
     assert load(lay(tmp_path, told, tensors())).config["windows"] == (None, 9)
 
 
 def library(kind: str, **more: Any) -> dict[str, Any]:
     """A config.json of the speculators library."""
-    layer = {
-        key: value
-        for key, value in config(DFLASH).items()
-        if key not in ("dflash_config", "block_size", "num_target_layers")
-    }
+    apart = ("dflash_config", "block_size", "num_target_layers")
+    layer = {key: value for key, value in config(DFLASH).items() if key not in apart}
     return {
         "speculators_model_type": kind, "transformer_layer_config": layer, "draft_vocab_size": V, "block_size": 5, "mask_token_id": 7,
         "aux_hidden_state_layer_ids": [1, 2], **more,
@@ -374,18 +313,15 @@ def test_heads_of_the_speculators_library(tmp_path: Path, target: Target) -> Non
     assert drafter.draft_ids_v.tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (library("xpress"), "'xpress'"),
-        (library("dspark", markov_head_type="rnn"), "'rnn'"),
-        (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
-        (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),
-        (library("dflash", transformer_layer_config=None), "no transformer_layer_config"),
-        (library("dflash", draft_vocab_size=50), "one is missing"),
-        (library("dflash", draft_vocab_size=None), "no draft_vocab_size"),
-    ],
-)
+@pytest.mark.parametrize(("told", "message"), [
+    (library("xpress"), "'xpress'"),
+    (library("dspark", markov_head_type="rnn"), "'rnn'"),
+    (library("dflash", aux_hidden_state_layer_ids=[2, 1]), "aux_hidden_state_layer_ids"),
+    (library("dflash", transformer_layer_config={"model_type": "gemma3_text"}), "'gemma3_text'"),
+    (library("dflash", transformer_layer_config=None), "no transformer_layer_config"),
+    (library("dflash", draft_vocab_size=50), "one is missing"),
+    (library("dflash", draft_vocab_size=None), "no draft_vocab_size"),
+])  # fmt: skip
 def test_refusals_of_the_speculators_library(tmp_path: Path, told: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load(lay(tmp_path, told, tensors()))

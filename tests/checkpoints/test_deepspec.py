@@ -15,12 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 import zoo
 from eyas import checkpoints
@@ -154,15 +149,12 @@ def test_it_is_saved_and_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in made.tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"target_layer_ids": None}, "has no target_layer_ids"),
-        ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model.*of a kind that is not read"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "if the head is one of DeepSpec, write"),
-        ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"target_layer_ids": None}, "has no target_layer_ids"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model.*of a kind that is not read"),
+    ({"architectures": ["Eagle3LlamaForCausalLM"]}, "if the head is one of DeepSpec, write"),
+    ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     """Guards against heads whose layer is another one."""
     published(tmp_path, **changes)
@@ -175,22 +167,16 @@ def test_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
 
 def speculators_module(weights: checkpoints.Weights, target: Target, by_expert: bool) -> dict[str, Tensor]:
     """A module under the library's names."""
-    theirs = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "post_norm": "final_layernorm",
-    }
-    tensors = dict[str, Tensor]()
+    theirs = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+    theirs["post_norm"] = "final_layernorm"
+    tensors, experts = dict[str, Tensor](), "mtp_layers.0.mlp.experts"
     for name, tensor in mtp_form.write("mtp", weights.config, weights.tensors)[1].items():
         part, _, rest = name.removeprefix("layers.0.").partition(".")
         if rest.endswith("gate_up_proj") and by_expert:
             for half, kind in zip(tensor.chunk(2, dim=1), ("gate", "up"), strict=True):
-                tensors |= {
-                    f"mtp_layers.0.mlp.experts.{e}.{kind}_proj.weight": half[e].clone() for e in range(len(half))
-                }
+                tensors |= {f"{experts}.{e}.{kind}_proj.weight": one.clone() for e, one in enumerate(half)}
         elif rest.endswith("experts.down_proj") and by_expert:
-            tensors |= {f"mtp_layers.0.mlp.experts.{e}.down_proj.weight": tensor[e].clone() for e in range(len(tensor))}
+            tensors |= {f"{experts}.{e}.down_proj.weight": one.clone() for e, one in enumerate(tensor)}
         else:
             tensors["mtp_layers.0." + (rest if part == "mtp_block" else f"{theirs[part]}.{rest}")] = tensor
     return tensors
@@ -204,12 +190,8 @@ def test_modules_of_speculators(family: str, by_expert: bool, tmp_path: Path) ->
     """Guards names, experts one by one, the target's type; such a module drafts."""
     target = Target(zoo.HYBRIDS[family]())
     made = mtp.Method.random(target, seed=5).weights()
-    config = {
-        "speculators_model_type": "mtp",
-        "architectures": ["MTPDraftModel"],
-        "num_nextn_predict_layers": 1,
-        "transformer_layer_config": target.model.config.to_diff_dict(),
-    }
+    config = {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    config["transformer_layer_config"] = target.model.config.to_diff_dict()
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     tensors = speculators_module(made, target, by_expert)
     save_file(tensors, tmp_path / "model.safetensors")

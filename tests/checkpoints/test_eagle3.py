@@ -1,8 +1,6 @@
-"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be
-guessed is refused.
+"""EAGLE-3 heads: every published form becomes the same head of ours, and whatever would have to be guessed is refused.
 
-The names of the published tensors are written out here, so that a swapped pair in the code's own
-tables is noticed.
+The names of the published tensors are written out here, so that a swapped pair in the code's own tables is noticed.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import eyas.checkpoints
 from eyas.checkpoints import Weights, load, save
@@ -88,12 +85,7 @@ def formats() -> dict[str, Any]:
     return {name: importlib.import_module(f"eyas.checkpoints.{name}") for name in found}
 
 
-EAGLE1 = [
-    "fc.weight",
-    "embed_tokens.weight",
-    "layers.0.self_attn.q_proj.weight",
-    "layers.0.post_attention_layernorm.weight",
-]
+EAGLE1 = {f"layers.0.{x}.weight" for x in ("self_attn.q_proj", "post_attention_layernorm")} | {"fc.weight"}
 
 
 @pytest.mark.parametrize(
@@ -115,8 +107,7 @@ EAGLE1 = [
     ],
 )
 def test_one_format_recognises_each_head(config: dict[str, Any], names: Any, expected: list[str]) -> None:
-    """Guards against a head that two formats claim, so that the order of the files would decide how
-    it is read."""
+    """Guards against a head that two formats claim, so that the order of the files would decide how it is read."""
     readable = {name: form for name, form in formats().items() if hasattr(form, "read")}
     assert [name for name, form in readable.items() if form.recognises(config, list(names))] == expected
 
@@ -140,23 +131,19 @@ def inner(ids: Any, **more: Any) -> dict[str, Any]:
 TOP = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
 
 
-@pytest.mark.parametrize(
-    ("head", "layers", "meaning"),
-    [
-        (specforge(**inner([1, 5, 9])), (2, 6, 10), "output"),
-        (modelopt([1, 5, 9]), (2, 6, 10), "output"),
-        (vllm(**inner([1, 5, 9])), (1, 5, 9), "input"),
-        (vllm(**TOP), (1, 5, 9), "input"),
-        (speculators(**TOP), (1, 5, 9), "input"),
-        (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
-        (vllm(**inner([1, 5, 9]), eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
-        (safeailab(**TOP, eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
-        (specforge(**TOP, eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
-    ],
-)
+@pytest.mark.parametrize(("head", "layers", "meaning"), [
+    (specforge(**inner([1, 5, 9])), (2, 6, 10), "output"),
+    (modelopt([1, 5, 9]), (2, 6, 10), "output"),
+    (vllm(**inner([1, 5, 9])), (1, 5, 9), "input"),
+    (vllm(**TOP), (1, 5, 9), "input"),
+    (speculators(**TOP), (1, 5, 9), "input"),
+    (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+    (vllm(**inner([1, 5, 9]), eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+    (safeailab(**TOP, eyas={"layer_ids": "input"}), (1, 5, 9), "input"),
+    (specforge(**TOP, eyas={"layer_ids": "output"}), (2, 6, 10), "output"),
+])  # fmt: skip
 def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, ...], meaning: str) -> None:
-    """Guards against features that are off by one layer: the head still runs, and accepts a tenth
-    instead of a half."""
+    """Guards against features that are off by one layer: the head still runs, and accepts a tenth instead of a half."""
     config = read(tmp_path, head).config
     assert config["feature_layers"] == layers
     assert config["layer_ids_as_published"] == {"ids": [1, 5, 9], "meaning": meaning}
@@ -164,108 +151,49 @@ def test_layer_ids_become_inputs(tmp_path: Path, head: Head, layers: tuple[int, 
     assert "eyas" not in config
 
 
-def test_layers_added_by_hand(tmp_path: Path) -> None:
-    """Guards against a head whose layers nobody published and nobody can say."""
-    config = read(tmp_path, specforge(eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"})).config
-    assert config["feature_layers"] == (1, 5, 9)
-    assert config["layer_ids_as_published"] is None
-
-
 @pytest.mark.parametrize("form", [specforge, vllm])
 def test_other_numbers_of_features(tmp_path: Path, form: Any) -> None:
     """Guards against three features where a head was trained on another number of them."""
-    weights = read(
-        tmp_path, form(**inner([0, 3, 5, 7]), num_aux_hidden_states=4), **{"fc.weight": torch.randn(D, 4 * D)}
-    )
-    assert weights.config["num_features"] == 4
-    refused(tmp_path, form(**inner([0, 3, 5, 7])), r"fc\.weight is \[8, 24\] and should be \[8, 32\]")
+    head, wide = form(**inner([0, 3, 5, 7])), {"fc.weight": torch.randn(D, 4 * D)}
+    assert read(tmp_path, head, **wide).config["num_features"] == 4
+    refused(tmp_path, head, r"fc\.weight is \[8, 24\] and should be \[8, 32\]")
 
 
-@pytest.mark.parametrize(
-    ("head", "says"),
-    [
-        (
-            safeailab(**TOP),
-            r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_states\[2\]\)',
-        ),
-        (safeailab(**inner([1, 5, 9])), "does not tell whether they mean the input or the output"),
-        (specforge(**TOP), "does not tell whether they mean the input or the output"),
-        (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], and \[1, 5, 8\] in its eagle_config: remove the wrong one"),
-        (specforge(**inner([9, 5, 1])), "each greater than the one before"),
-        (specforge(**inner([1, 5, 5])), "each greater than the one before"),
-        (specforge(**inner([-1, 5, 9])), "whole numbers from 0 on"),
-        (specforge(**inner([1, 5, True])), "whole numbers from 0 on"),
-        (specforge(**inner([])), r"layer ids \[\]; they must"),
-        (vllm(**inner("1,5,9")), "layer ids '1,5,9'; they must"),
-        (
-            specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}),
-            "eyas.layer_ids 'outputs'; it must be input or output",
-        ),
-        (specforge(eyas={"feature_layers": [1, 5, 9]}), 'say what they mean: "layer_ids": "input" or "output"'),
-        (
-            specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}),
-            "has layer ids twice",
-        ),
-        (
-            specforge(num_aux_hidden_states=5),
-            "num_aux_hidden_states 5 and names 3 layers .* name all of them under eagle_config.eagle_aux_",
-        ),
-    ],
-)
-def test_layer_ids_that_would_be_guessed(tmp_path: Path, head: Head, says: str) -> None:
-    """Guards against choosing a meaning of layer ids silently."""
-    refused(tmp_path, head, says)
-
+DISAGREE = "d2t and t2d disagree: 7 ids by d2t, "
 
 # --- the draft vocabulary --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_maps_that_disagree(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("says", "held"), [
+    (DISAGREE + "7 by t2d, and id 0 is in one", {"d2t": maps()["d2t"] + 1, "t2d": maps()["t2d"]}),
+    (DISAGREE + "7 by t2d, and id 9 is in one", {"t2d": maps([0, 3, 4, 10, 11, 17, 18])["t2d"]}),
+    (DISAGREE + "6 by t2d, and id 18", {"t2d": maps(IDS[:-1])["t2d"]}),
+    ("d2t holds the target's ids themselves", {"d2t": torch.tensor(IDS), "t2d": maps()["t2d"]}),
+])  # fmt: skip
+def test_maps_that_disagree(tmp_path: Path, form: str, says: str, held: dict[str, Any]) -> None:
     """Guards against draft tokens that mean another token, one place off or altogether, which only
     acceptance would show."""
-    head = FORMS[form]()
-    refused(
-        tmp_path,
-        head,
-        "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 0 is in one",
-        d2t=maps()["d2t"] + 1,
-        t2d=maps()["t2d"],
-    )
-    refused(
-        tmp_path,
-        head,
-        "d2t and t2d disagree: 7 ids by d2t, 7 by t2d, and id 9 is in one",
-        t2d=maps([0, 3, 4, 10, 11, 17, 18])["t2d"],
-    )
-    refused(tmp_path, head, "d2t and t2d disagree: 7 ids by d2t, 6 by t2d, and id 18", t2d=maps(IDS[:-1])["t2d"])
-    refused(tmp_path, head, "d2t holds the target's ids themselves", d2t=torch.tensor(IDS), t2d=maps()["t2d"])
+    refused(tmp_path, FORMS[form](), says, **held)
 
 
-@pytest.mark.parametrize(
-    ("held", "says"),
-    [
-        ({"d2t": torch.tensor(IDS)}, "d2t leads out of the vocabulary of 20, to 0 ... 24; it must hold offsets"),
-        ({"d2t": maps()["d2t"] - 1}, "out of the vocabulary of 20, to -1 ... 17"),
-        ({"d2t": maps()["d2t"] * torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "draft tokens 5, 6 lead to 17, 6"),
-        ({"d2t": torch.tensor([0, 2, 1, 2, 6, 12, 12])}, "draft tokens 1, 2 lead to 3, 3"),
-        ({"d2t": maps()["d2t"].float()}, "d2t is torch.float32; it must be int64"),
-        ({"d2t": None}, r"missing d2t \[7\]"),
-        ({"d2t": maps()["d2t"][:6]}, r"d2t is \[6\] and should be \[7\]"),
-        ({"t2d": maps()["t2d"].long()}, "t2d is torch.int64; it must be bool"),
-        ({"t2d": maps()["t2d"][:19]}, r"t2d is \[19\] and should be \[20\]"),
-    ],
-)
+@pytest.mark.parametrize(("held", "says"), [
+    ({"d2t": torch.tensor(IDS)}, "d2t leads out of the vocabulary of 20, to 0 ... 24; it must hold offsets"),
+    ({"d2t": maps()["d2t"] - 1}, "out of the vocabulary of 20, to -1 ... 17"),
+    ({"d2t": maps()["d2t"] * torch.tensor([1, 1, 1, 1, 1, 1, 0])}, "draft tokens 5, 6 lead to 17, 6"),
+    ({"d2t": torch.tensor([0, 2, 1, 2, 6, 12, 12])}, "draft tokens 1, 2 lead to 3, 3"),
+    ({"d2t": maps()["d2t"].float()}, "d2t is torch.float32; it must be int64"),
+    ({"d2t": None}, r"missing d2t \[7\]"),
+    ({"d2t": maps()["d2t"][:6]}, r"d2t is \[6\] and should be \[7\]"),
+    ({"t2d": maps()["t2d"].long()}, "t2d is torch.int64; it must be bool"),
+    ({"t2d": maps()["t2d"][:19]}, r"t2d is \[19\] and should be \[20\]"),
+])  # fmt: skip
 def test_broken_maps(tmp_path: Path, held: dict[str, Any], says: str) -> None:
-    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare with."""
+    """Guards against ids outside of the vocabulary, or twice in it, where there is no t2d to compare
+    with; a map of short integers is read as any other."""
     refused(tmp_path, vllm(), says, **{"t2d": None, **held})
-
-
-def test_short_integers(tmp_path: Path) -> None:
-    """Guards against overflow or another dtype in the ids of a head whose maps were made smaller."""
     ids = read(tmp_path, vllm(), d2t=maps()["d2t"].int()).tensors["draft_ids"]
-    assert ids.dtype == torch.int64
-    assert ids.tolist() == IDS
+    assert (ids.dtype, ids.tolist()) == (torch.int64, IDS)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -294,28 +222,17 @@ def test_the_head_of_the_target(tmp_path: Path, form: str) -> None:
     """Guards against a head without lm_head that is refused, or taken for broken, where its readers
     use the target's."""
     config, held = FORMS[form]()
-    whole: Head = ({**config, "draft_vocab_size": None}, without(held, "d2t", "t2d", "lm_head.weight"))
-    weights = read(tmp_path, whole)
+    config_, held_ = {**config, "draft_vocab_size": None}, without(held, "d2t", "t2d", "lm_head.weight")
+    weights = read(tmp_path, (config_, held_))
     assert weights.config["head"] == "target"
     assert "head.weight" not in weights.tensors
     refused(tmp_path, (config, held), r"missing lm_head\.weight \[7, 8\]", **{"lm_head.weight": None})
-    wide = {**whole[0], "target_hidden_size": 10}
-    said = refused(
-        tmp_path, (wide, whole[1]), r"missing lm_head\.weight \[20, 8\]", **{"fc.weight": torch.randn(D, 30)}
-    )
+    wide: Head = ({**config_, "target_hidden_size": 10}, {**held_, "fc.weight": torch.randn(D, 30)})
+    said = refused(tmp_path, wide, r"missing lm_head\.weight \[20, 8\]")
     assert ("missing embed_tokens" in said) == (form != "speculators")
 
 
-def test_the_reference_has_a_head_of_its_own(tmp_path: Path) -> None:
-    """Guards against a truncated SafeAILab head that is run with the target's head, which it was
-    never trained with."""
-    config, held = safeailab(draft_vocab_size=V)
-    refused(tmp_path, (config, without(held, "d2t", "t2d", "lm_head.weight")), r"missing lm_head\.weight \[20, 8\]")
-    assert read(tmp_path, safeailab(), t2d=None).tensors["draft_ids"].tolist() == IDS
-
-
 # --- settings --------------------------------------------------------------------------------------------------------------------------
-
 NORM, NORMS = torch.randn(3 * D), {f"fc_norm.{i}.weight": torch.randn(D) for i in range(3)}
 AUX = {f"aux_norm_{name}.weight": NORMS[f"fc_norm.{i}.weight"] for i, name in enumerate(["low", "mid", "high"])}
 
@@ -337,52 +254,44 @@ def test_norms(tmp_path: Path, form: Any) -> None:
     refused(tmp_path, form(fc_norm=True, norm_before_fc=True), "both fc_norm and norm_before_fc", **NORMS)
 
 
-def test_settings_in_eagle_config(tmp_path: Path) -> None:
-    """Guards against a flag of ModelOpt's that is read only where others put it."""
-    weights = read(tmp_path, modelopt(**inner([1, 5, 9], norm_before_fc=True)), **{"input_norm.weight": NORM})
-    assert weights.config["norm_before_fc"] is True
-    refused(
-        tmp_path,
-        modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)),
-        "norm_before_fc False, and True in its eagle_config",
-    )
-
-
 def test_older_names(tmp_path: Path) -> None:
-    """Guards against the older names of three norms, and against names that another trainer
-    prefixes, both of which SGLang reads."""
+    """Guards against the older names of three norms, which SGLang reads, and against a name with and without prefix."""
     weights = read(tmp_path, specforge(use_aux_norm=True), **AUX)
     assert all(torch.equal(weights.tensors[name], norm) for name, norm in NORMS.items())
-    config, held = specforge()
-    prefixed = {
-        name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}": tensor for name, tensor in held.items()
-    }
-    prefixed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in prefixed.items()}
-    assert same(read(tmp_path, (config, prefixed)).tensors, read(tmp_path, (config, held)).tensors)
-    refused(tmp_path, (config, held), r"holds norm\.weight under two names", **{"model.norm.weight": torch.ones(D)})
+    refused(tmp_path, specforge(), r"holds norm\.weight under two names", **{"model.norm.weight": torch.ones(D)})
 
 
-def test_what_is_carried(tmp_path: Path) -> None:
-    """Guards against a state fed back normed to a head that was trained on the raw one, or the
-    other way round."""
-    said = refused(tmp_path, specforge(norm_output=True), "norm_output, which has two meanings")
-    assert '"eyas": {"carries": "raw"} or {"carries": "normed"}' in said
-    refused(tmp_path, modelopt(**inner([1, 5, 9], norm_output=True)), "norm_output, which has two meanings")
-    refused(
-        tmp_path, specforge(norm_output=True, eyas={"carries": "both"}), "eyas.carries 'both'; it must be raw or normed"
-    )
-    for carries in ("raw", "normed"):
-        assert read(tmp_path, specforge(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
-        assert read(tmp_path, safeailab(norm_output=True, eyas={"carries": carries})).config["carries"] == carries
-    for head in (vllm(norm_output=True), vllm(**inner(None, norm_output=True)), speculators(norm_output=True)):
-        assert read(tmp_path, head).config["carries"] == "normed"
-    assert read(tmp_path, specforge(norm_output=False)).config["carries"] == "raw"
+def marked(**flags: Any) -> Head:
+    """A head of ModelOpt's with these flags, which are in its eagle_config."""
+    return modelopt(**inner([1, 5, 9], **flags))
+
+
+SLIDING = {"layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize(("head", "key", "value"), [
+    *[(f(norm_output=True, eyas={"carries": x}), "carries", x) for f in (specforge, safeailab) for x in ("raw", "normed")],
+    *[(f(norm_output=True), "carries", "normed") for f in (vllm, speculators)],
+    (vllm(**inner(None, norm_output=True)), "carries", "normed"),
+    (specforge(norm_output=False), "carries", "raw"),
+    (safeailab(bias=True, attention_bias=True), "fc_bias", False),  # the authors' code does not look at these keys
+    (safeailab(bias=True, attention_bias=True), "qkv_bias", False),
+    (speculators(layer={**SLIDING, "sliding_window": 64}), "window", 64),
+    (vllm(use_sliding_window=True, sliding_window=64), "window", 64),
+    (specforge(sliding_window=64, use_sliding_window=False), "window", None),
+    (specforge(sliding_window=None, use_sliding_window=True), "window", None),
+    (vllm(sliding_window=64, layer_types=["full_attention"]), "window", None),
+    (speculators(layer={**SLIDING, "sliding_window": 512}), "window", None),  # as long as what it was trained for
+])  # fmt: skip
+def test_settings(tmp_path: Path, head: Head, key: str, value: Any) -> None:
+    """Guards against a state fed back normed to a head that was trained on the raw one, biases that are not there, and
+    the window that a head's layer was trained with."""
+    assert read(tmp_path, head).config[key] == value
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
-    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a
-    config denies."""
+    """Guards against fc's bias being taken for granted, as for EAGLE-1, and against one that a config denies."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
     inside = {f"{layer}.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
@@ -392,81 +301,48 @@ def test_biases_follow_the_tensors(tmp_path: Path, form: str) -> None:
     assert both.config["fc_bias"] is both.config["qkv_bias"] is True
     assert torch.equal(both.tensors["layer.attention.k.bias"], inside[f"{layer}.self_attn.k_proj.bias"])
     assert torch.equal(both.tensors["layer.attention.v.bias"], inside[f"{layer}.self_attn.v_proj.bias"])
-    refused(
-        tmp_path,
-        silent,
-        rf"missing {layer}\.self_attn\.v_proj\.bias",
-        **{**inside, f"{layer}.self_attn.v_proj.bias": None},
-    )
-    refused(
-        tmp_path,
-        silent,
-        rf"unexpected {layer}\.self_attn\.o_proj\.bias",
-        **{f"{layer}.self_attn.o_proj.bias": torch.randn(D)},
-    )
+    missing, more = f"{layer}.self_attn.v_proj.bias", f"{layer}.self_attn.o_proj.bias"
+    refused(tmp_path, silent, f"missing {missing}", **{**inside, missing: None})
+    refused(tmp_path, silent, f"unexpected {more}", **{more: torch.randn(D)})
     if form != "speculators":
         refused(tmp_path, ({**config, "bias": False}, held), r"unexpected fc\.bias", **{"fc.bias": torch.randn(D)})
 
 
-def test_claims_of_biases(tmp_path: Path) -> None:
-    """Guards against running a head without a bias that its config has; the reference's own code
-    does not look at these keys."""
-    for form in (specforge, modelopt, vllm):
-        refused(tmp_path, form(bias=True), r"missing fc\.bias")
-        refused(tmp_path, form(attention_bias=True), r"missing .*self_attn\.q_proj\.bias")
-    config = read(tmp_path, safeailab(bias=True, attention_bias=True)).config
-    assert config["fc_bias"] is config["qkv_bias"] is False
-
-
-def test_a_wider_target(tmp_path: Path) -> None:
-    """Guards against widths of the head where the target's are meant; then the head needs an
-    embedding of its own."""
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wider_target(tmp_path: Path, form: str) -> None:
+    """Guards against widths of the head where the target's are meant; then the head needs an embedding of its own."""
     table = {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 3 * 10)}
-    for form in (safeailab, specforge, modelopt, vllm, speculators):
-        weights = read(tmp_path, form(target_hidden_size=10), **table)
-        assert weights.config["target_hidden_size"] == 10
-        refused(
-            tmp_path,
-            form(target_hidden_size=10),
-            r"missing embed_tokens\.weight",
-            **{**table, "embed_tokens.weight": None},
-        )
-    wide = read(
-        tmp_path,
-        vllm(target_hidden_size=10, fc_norm=True),
-        **table,
-        **{f"fc_norm.{i}.weight": torch.randn(10) for i in range(3)},
-    )
-    assert wide.tensors["fc_norm.1.weight"].shape == (10,)
+    wide = FORMS[form](target_hidden_size=10)
+    assert read(tmp_path, wide, **table).config["target_hidden_size"] == 10
+    refused(tmp_path, wide, r"missing embed_tokens\.weight", **{**table, "embed_tokens.weight": None})
+    if form == "vllm":
+        norms = {f"fc_norm.{i}.weight": torch.randn(10) for i in range(3)}
+        normed = read(tmp_path, vllm(target_hidden_size=10, fc_norm=True), **table, **norms)
+        assert normed.tensors["fc_norm.1.weight"].shape == (10,)
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096.0}
+
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
+NO_MEANING = "does not tell whether they mean the input or the output"
+TWO_MEANINGS = "norm_output, which has two meanings.*"
+MORE_FEATURES = "num_aux_hidden_states 5 and names 3 layers .* name all of them under eagle_config.eagle_aux_"
 SHORT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 512.0}
 
 
-@pytest.mark.parametrize(
-    ("changes", "theta", "scaling"),
-    [
-        ({}, 10000.0, None),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
-        ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
-        ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
-        ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
-        ({"rope_theta": 150000, "rope_parameters": {**YARN, "truncate": False}}, 150000.0, {**YARN, "truncate": False}),
-        ({"rope_scaling": {"type": "yarn", "factor": 32}, "max_position_embeddings": 512}, 10000.0, SHORT_YARN),
-    ],
-)
+@pytest.mark.parametrize(("changes", "theta", "scaling"), [
+    ({}, 10000.0, None),
+    ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, 1e6, None),
+    ({"rope_scaling": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
+    ({"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}}, 5e6, None),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
+    ({"rope_theta": 150000, "rope_parameters": {**YARN, "truncate": False}}, 150000.0, {**YARN, "truncate": False}),
+    ({"rope_scaling": {"type": "yarn", "factor": 32}, "max_position_embeddings": 512}, 10000.0, SHORT_YARN),
+])  # fmt: skip
 def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: Any) -> None:
-    """Guards against a RoPE of another base or scaling than the head was trained with: it loads,
-    and accepts less."""
+    """Guards against a RoPE of another base or scaling than the head was trained with: it loads, and accepts less."""
     for head in (safeailab(**changes), specforge(**changes), vllm(**changes), speculators(layer=changes)):
         config = read(tmp_path, head).config
         assert config["rope_theta"] == theta
@@ -475,8 +351,7 @@ def test_rope(tmp_path: Path, changes: dict[str, Any], theta: float, scaling: An
 
 @pytest.mark.parametrize("form", FORMS)
 def test_buffers_and_a_prefix(tmp_path: Path, form: str) -> None:
-    """Guards files that hold RoPE's frequencies, and those saved from within a model: neither is part
-    of a head."""
+    """Guards files that hold RoPE's frequencies, and those saved from within a model: neither is part of a head."""
     config, held = FORMS[form]()
     saved = {name if name.startswith(("lm_head", "d2t", "t2d")) else f"model.{name}": x for name, x in held.items()}
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
@@ -491,112 +366,77 @@ def test_buffers_and_a_prefix(tmp_path: Path, form: str) -> None:
         assert made.config == plain.config
 
 
-REFUSED: dict[str, tuple[Head, str]] = {
-    "two_bases": (
-        specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}),
-        "more than one rope_theta, 10000.0 and 1000000.0",
-    ),
-    "two_scalings": (vllm(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "contradict each other"),
-    "yarn": (modelopt(rope_scaling={"type": "yarn"}), "has no factor"),
-    "longrope": (
-        vllm(rope_scaling={"rope_type": "longrope", "factor": 32}),
-        "type 'longrope'; known here: default, linear, llama3, yarn",
-    ),
-    "mtp_norms": (
-        modelopt(**inner([1, 5, 9], use_mtp_layernorm=True)),
-        "use_mtp_layernorm True: the head has the norms of multi-token",
-    ),
-    "parallel": (
-        modelopt(**inner([1, 5, 9], parallel_draft_step=4)),
-        "parallel_draft_step 4: several tokens are drafted at once",
-    ),
-    "irregular": (modelopt(**inner([1, 5, 9], next_layer_regular=False)), "next_layer_regular False"),
-    "no_first_norm": (
-        modelopt(**inner([1, 5, 9], use_input_layernorm_in_first_layer=False)),
-        "has no norm over the embedding",
-    ),
-    "no_last_norm": (modelopt(**inner([1, 5, 9], use_last_layernorm=False)), "nothing is normed before lm_head"),
-    "one_feature": (
-        modelopt(**inner(None, use_aux_hidden_state=False)),
-        "use_aux_hidden_state False: the head reads the target's last",
-    ),
-    "unknown_in_eagle_config": (
-        modelopt(**inner([1, 5, 9], gate="tanh")),
-        "eagle_config.gate 'tanh', which is not known here",
-    ),
-    "unknown_norm": (specforge(use_qk_norm=True), "use_qk_norm true, which is not known here"),
-    "unknown_norm_speculators": (speculators(norm_features=True), "norm_features true, which is not known here"),
-    "parallel_speculators": (speculators(parallel_drafting=True), "parallel_drafting True"),
-    "mlp_bias": (vllm(mlp_bias=True), "mlp_bias True: the MLP has biases"),
-    "logit_scale": (vllm(logit_scale=0.5), "logit_scale 0.5: the logits are scaled"),
-    "quantised": (
-        specforge(quantization_config={"quant_method": "fp8"}),
-        "has a quantization_config: quantised heads are not read",
-    ),
-    "act": (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
-    "xpress": (
-        speculators(speculators_model_type="xpress"),
-        "speculators type 'xpress'; .* of types 'eagle3', 'peagle', 'dflash'",
-    ),
-    "mtp": (
-        speculators(speculators_model_type="mtp", transformer_layer_config=None),
-        "no transformer_layer_config with a model_type",
-    ),
-    "qwen_layer": (
-        speculators(layer={"model_type": "gemma4_text"}),
-        "of model_type 'gemma4_text'; heads with a 'llama' or 'qwen3' layer are read",
-    ),
-    "no_layer": (speculators(transformer_layer_config=None), "has no transformer_layer_config"),
-    "norm_before_residual": (
-        speculators(norm_before_residual=None),
-        "speculators takes for false and vLLM for true; say which by adding",
-    ),
-    "deepseek": (
-        safeailab(architectures=["Eagle3DeepseekV2ForCausalLM"]),
-        r"\['Eagle3DeepseekV2ForCausalLM'\], an EAGLE-3 head of a kind",
-    ),
-    "gpt_oss": (
-        safeailab(architectures=["GptOssForCausalLMEagle3"]),
-        "GptOssForCausalLMEagle3.* of a kind that is not read",
-    ),
-    "flags_of_others": (safeailab(fc_norm=True), r'fc_norm, which this form .* name the writer.s: "architectures"'),
-    "norm_output_alone": (safeailab(norm_output=True), "norm_output, which this form of EAGLE-3 heads does not know"),
-    "layer_of_others": (
-        (safeailab()[0], tensors("layers.0")),
-        r"is layers\.0, and midlayer in this form; name the writer.s",
-    ),
-    "no_size": (vllm(hidden_size=None), "has no hidden_size"),
-    "bad_size": (vllm(target_hidden_size="10"), "target_hidden_size '10'; it must be a whole number"),
-    "bad_flag": (vllm(fc_norm="yes"), "fc_norm 'yes'; it must be true or false"),
-    "head_of_the_target": (
-        safeailab(eyas={"head": "target"}),
-        "names another vocabulary or hidden size than the target's",
-    ),
-}
+REFUSED: list[tuple[Head, str]] = [
+    # layer ids
+    (safeailab(**TOP), r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_'),
+    (safeailab(**inner([1, 5, 9])), NO_MEANING),
+    (specforge(**TOP), NO_MEANING),
+    (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], and \[1, 5, 8\] in its eagle_config: remove the wrong one"),
+    (specforge(**inner([9, 5, 1])), "each greater than the one before"),
+    (specforge(**inner([1, 5, 5])), "each greater than the one before"),
+    (specforge(**inner([-1, 5, 9])), "whole numbers from 0 on"),
+    (specforge(**inner([1, 5, True])), "whole numbers from 0 on"),
+    (specforge(**inner([])), r"layer ids \[\]; they must"),
+    (vllm(**inner("1,5,9")), "layer ids '1,5,9'; they must"),
+    (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}), "eyas.layer_ids 'outputs'; it must be input or output"),
+    (specforge(eyas={"feature_layers": [1, 5, 9]}), 'say what they mean: "layer_ids": "input" or "output"'),
+    (specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), "has layer ids twice"),
+    (specforge(num_aux_hidden_states=5), MORE_FEATURES),
+    # what is carried, and biases
+    (specforge(norm_output=True), TWO_MEANINGS + '"eyas": {"carries": "raw"} or {"carries": "normed"}'),
+    (marked(norm_output=True), TWO_MEANINGS),
+    (specforge(norm_output=True, eyas={"carries": "both"}), "eyas.carries 'both'; it must be raw or normed"),
+    *[(form(bias=True), r"missing fc\.bias") for form in (specforge, modelopt, vllm)],
+    *[(form(attention_bias=True), r"missing .*self_attn\.q_proj\.bias") for form in (specforge, modelopt, vllm)],
+    # several layers, in forms whose readers do not agree on them
+    *[(deep(form), r'has one layer, .*compute in different ways.*"architectures": \["Eagle3LlamaForCausalLM"\]')
+      for form in ("specforge", "modelopt", "safeailab3")],
+    # RoPE
+    (specforge(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), "more than one rope_theta, 10000.0 and 1000000.0"),
+    (vllm(rope_scaling=LLAMA3, rope_parameters={"rope_type": "default"}), "contradict each other"),
+    (modelopt(rope_scaling={"type": "yarn"}), "has no factor"),
+    (vllm(rope_scaling={"rope_type": "longrope", "factor": 32}), "type 'longrope'; known here: default, linear, llama3, yarn"),
+    # other nets
+    (modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)), "norm_before_fc False, and True in its eagle_config"),
+    (marked(use_mtp_layernorm=True), "use_mtp_layernorm True: the head has the norms of multi-token"),
+    (marked(parallel_draft_step=4), "parallel_draft_step 4: several tokens are drafted at once"),
+    (marked(next_layer_regular=False), "next_layer_regular False"),
+    (marked(use_input_layernorm_in_first_layer=False), "has no norm over the embedding"),
+    (marked(use_last_layernorm=False), "nothing is normed before lm_head"),
+    (modelopt(**inner(None, use_aux_hidden_state=False)), "use_aux_hidden_state False: the head reads the target's last"),
+    (marked(gate="tanh"), "eagle_config.gate 'tanh', which is not known here"),
+    (specforge(use_qk_norm=True), "use_qk_norm true, which is not known here"),
+    (speculators(norm_features=True), "norm_features true, which is not known here"),
+    (speculators(parallel_drafting=True), "parallel_drafting True"),
+    (vllm(mlp_bias=True), "mlp_bias True: the MLP has biases"),
+    (vllm(logit_scale=0.5), "logit_scale 0.5: the logits are scaled"),
+    (specforge(quantization_config={"quant_method": "fp8"}), "has a quantization_config: quantised heads are not read"),
+    (vllm(hidden_act="gelu"), "hidden_act 'gelu'; only silu"),
+    (speculators(speculators_model_type="xpress"), "speculators type 'xpress'; .* of types 'eagle3', 'peagle', 'dflash'"),
+    (speculators(speculators_model_type="mtp", transformer_layer_config=None), "no transformer_layer_config with a model_type"),
+    (speculators(layer={"model_type": "gemma4_text"}), "'gemma4_text'; heads with a 'llama' or 'qwen3' layer are read"),
+    (speculators(transformer_layer_config=None), "has no transformer_layer_config"),
+    (speculators(norm_before_residual=None), "speculators takes for false and vLLM for true; say which by adding"),
+    (safeailab(architectures=["Eagle3DeepseekV2ForCausalLM"]), r"\['Eagle3DeepseekV2ForCausalLM'\], an EAGLE-3 head of a kind"),
+    (safeailab(architectures=["GptOssForCausalLMEagle3"]), "GptOssForCausalLMEagle3.* of a kind that is not read"),
+    (safeailab(fc_norm=True), r'fc_norm, which this form .* name the writer.s: "architectures"'),
+    (safeailab(norm_output=True), "norm_output, which this form of EAGLE-3 heads does not know"),
+    ((safeailab()[0], tensors("layers.0")), r"is layers\.0, and midlayer in this form; name the writer.s"),
+    # sizes
+    (vllm(hidden_size=None), "has no hidden_size"),
+    (vllm(target_hidden_size="10"), "target_hidden_size '10'; it must be a whole number"),
+    (vllm(fc_norm="yes"), "fc_norm 'yes'; it must be true or false"),
+    (safeailab(eyas={"head": "target"}), "names another vocabulary or hidden size than the target's"),
+    # the authors' code has no head of the target
+    ((safeailab(draft_vocab_size=V)[0], without(tensors(), "d2t", "t2d", "lm_head.weight")), r"missing lm_head\.weight \[20, 8\]"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(tmp_path: Path, case: str) -> None:
-    """Guards against running a head as something that it is not: what is not served is named, with
-    what to do about it."""
-    refused(tmp_path, *REFUSED[case])
-
-
-def test_windows(tmp_path: Path) -> None:
-    """Guards the window that a head's layer was trained with, as speculators does by default; one
-    that is off, or longer than the head was trained for, is none."""
-    assert (
-        read(tmp_path, speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 64})).config["window"]
-        == 64
-    )
-    assert read(tmp_path, vllm(use_sliding_window=True, sliding_window=64)).config["window"] == 64
-    for published in (
-        specforge(sliding_window=64, use_sliding_window=False),
-        specforge(sliding_window=None, use_sliding_window=True),
-        vllm(sliding_window=64, layer_types=["full_attention"]),
-        speculators(layer={"layer_types": ["sliding_attention"], "sliding_window": 512}),
-    ):
-        assert read(tmp_path, published).config["window"] is None
+@pytest.mark.parametrize(("head", "says"), REFUSED)
+def test_refusals(tmp_path: Path, head: Head, says: str) -> None:
+    """Guards against running a head as something that it is not, and against choosing a meaning silently: what is not
+    served is named, with what to do about it."""
+    refused(tmp_path, head, says)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -605,32 +445,17 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
     errors that come one at a time."""
     config, held = FORMS[form]()
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
-    changed = {
-        f"{layer}.mlp.up_proj.weight": torch.zeros(3, 8),
-        f"{layer}.hidden_norm.weight": None,
-        "state": torch.zeros(1, 24),
-    }
+    up, norm = f"{layer}.mlp.up_proj.weight", f"{layer}.hidden_norm.weight"
+    changed = {up: torch.zeros(3, 8), norm: None, "state": torch.zeros(1, 24)}
     said = refused(tmp_path, (config, held), "EAGLE-3 head are not what config.json says", **changed)
-    for part in (
-        f"missing {layer}.hidden_norm.weight [8]",
-        "unexpected state [1, 24]",
-        f"{layer}.mlp.up_proj.weight is [3, 8] and should be [12, 8]",
-    ):
+    for part in (f"missing {norm} [8]", "unexpected state [1, 24]", f"{up} is [3, 8] and should be [12, 8]"):
         assert part in said
     narrow = {f"{layer}.self_attn.q_proj.weight": torch.zeros(8, 8)}  # as an EAGLE-1 layer has it
     refused(tmp_path, (config, held), r"q_proj\.weight is \[8, 8\] and should be \[8, 16\]", **narrow)
-    more = {f"{layer.replace('midlayer', 'layers.0')[:-1]}1.mlp.up_proj.weight": torch.zeros(12, 8)}
     one = r"has one layer, .*; this file has layers\.(0, layers\.)?1"
-    refused(
-        tmp_path,
-        (config, held),
-        one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers",
-        **more,
-    )
-    quantised = {
-        "norm.weight": torch.zeros(8, dtype=torch.int8),
-        "fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn),
-    }
+    says = one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers"
+    refused(tmp_path, (config, held), says, **{"layers.1.mlp.up_proj.weight": torch.zeros(12, 8)})
+    quantised = {"fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn)}
     refused(tmp_path, (config, held), r"fc\.weight \(torch\.float8_e4m3fn\).*quantised heads", **quantised)
 
 
@@ -649,10 +474,8 @@ def test_several_layers(tmp_path: Path, form: str) -> None:
         pairs = {name: mine.replace("layer.", f"later.{number - 1}.", 1) for name, mine in inside.items()}
         for theirs, mine in {**pairs, "input_layernorm.weight": f"later.{number - 1}.input_norm.weight"}.items():
             assert torch.equal(weights.tensors[mine], held[f"layers.{number}.{theirs}"]), mine
-    assert not any(
-        name.startswith("later.2") or name.endswith("hidden_norm.weight")
-        for name in weights.tensors.keys() - {AROUND_NORM}
-    )
+    assert [name for name in weights.tensors if "hidden_norm" in name] == ["layer.hidden_norm.weight"]
+    assert not any(name.startswith("later.2") for name in weights.tensors)
     save(weights, tmp_path / "b")
     again = load(tmp_path / "b")
     assert same(again.tensors, weights.tensors)
@@ -660,81 +483,61 @@ def test_several_layers(tmp_path: Path, form: str) -> None:
     assert json.loads((tmp_path / "b" / "config.json").read_text())["num_hidden_layers"] == 3
 
 
-AROUND_NORM = "layer.hidden_norm.weight"
-
-
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_faults_of_several_layers(tmp_path: Path, form: str) -> None:
-    """Guards against a head that runs without one of its layers, and against windows that a part of
-    the layers has."""
+    """Guards against a head that runs without one of its layers, and against windows that a part of the layers has."""
     config, held = deep(form)
-    without_second = {name: None for name in held if name.startswith("layers.1.")}
-    refused(
-        tmp_path,
-        (deep(form, 2)[0], held),
-        r"numbered without gaps; this file has layers\.0, layers\.2",
-        **without_second,
-    )
-    refused(tmp_path, (deep(form, 2)[0], held), "num_hidden_layers 2, and the file holds 3 layers")
-    refused(
-        tmp_path,
-        (config, held),
-        r"missing layers\.2\.input_layernorm\.weight",
-        **{"layers.2.input_layernorm.weight": None},
-    )
+    two, norm = deep(form, 2)[0], "layers.2.input_layernorm.weight"
+    gap = {name: None for name in held if name.startswith("layers.1.")}
+    refused(tmp_path, (two, held), r"numbered without gaps; this file has layers\.0, layers\.2", **gap)
+    refused(tmp_path, (two, held), "num_hidden_layers 2, and the file holds 3 layers")
+    refused(tmp_path, (config, held), f"missing {norm}", **{norm: None})
     mixed = deep(form, layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8)
     refused(tmp_path, mixed, "whose layers all are of one type")
     assert read(tmp_path, deep(form, layer_types=["sliding_attention"] * 3, sliding_window=8)).config["window"] == 8
     if form == "speculators":
-        refused(
-            tmp_path, (config, held), r"unexpected layers\.1\.hidden_norm", **{"layers.1.hidden_norm.weight": NORM[:D]}
-        )
+        more = {"layers.1.hidden_norm.weight": NORM[:D]}
+        refused(tmp_path, (config, held), r"unexpected layers\.1\.hidden_norm", **more)
 
 
-@pytest.mark.parametrize("form", ["specforge", "modelopt", "safeailab3"])
-def test_several_layers_that_could_mean_two_nets(tmp_path: Path, form: str) -> None:
-    """Guards against computing the layers of a form whose readers do not agree on them."""
-    said = refused(tmp_path, deep(form), "has one layer, .*compute in different ways")
-    assert '"architectures": ["Eagle3LlamaForCausalLM"]' in said
-
+TABLE = {"embed_tokens.weight": torch.randn(V, D)}
+BIASES = {f"layers.0.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))}
+ADDED = {"feature_layers": [1, 5, 9], "layer_ids": "input"}
 
 # --- writing ---------------------------------------------------------------------------------------------------------------------------
-
-WRITTEN: dict[str, tuple[Head, dict[str, Tensor]]] = {
+WRITTEN: dict[str, tuple[Head, dict[str, Any]]] = {
     "plain": (safeailab(), {}),
     "whole": ((safeailab(draft_vocab_size=V)[0], tensors(vocab=V)), {}),
-    "embedding": (
-        safeailab(rope_theta=5e5, rope_scaling=LLAMA3, head_dim=2),
-        {"embed_tokens.weight": torch.randn(V, D)},
-    ),
+    "embedding": (safeailab(rope_theta=5e5, rope_scaling=LLAMA3, head_dim=2), TABLE),
     "recorded": (safeailab(eyas={"method": "eagle3", "training": {"steps": 3}}), {}),
-    "wider": (
-        safeailab(target_hidden_size=10),
-        {"embed_tokens.weight": torch.randn(V, D), "fc.weight": torch.randn(D, 30)},
-    ),
+    "wider": (safeailab(target_hidden_size=10), {**TABLE, "fc.weight": torch.randn(D, 30)}),
     "layers": (specforge(**inner([1, 5, 9]), eyas={"method": "eagle3"}), {}),
-    "added_layers": (specforge(eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), {}),
+    "added_layers": (specforge(eyas=ADDED), {}),
     "modelopt": (modelopt(), {}),
     "norm_before_fc": (vllm(norm_before_fc=True, norm_output=True), {"input_norm.weight": NORM}),
+    "norm_in_eagle_config": (marked(norm_before_fc=True), {"input_norm.weight": NORM}),
     "fc_norm": (specforge(fc_norm=True, norm_output=True, eyas={"carries": "normed"}), NORMS),
     "five": (vllm(**inner([0, 2, 4, 6, 8])), {"fc.weight": torch.randn(D, 40)}),
     "residual": (vllm(norm_before_residual=True), {}),
     "fc_bias": (vllm(), {"fc.bias": torch.randn(D)}),
-    "qkv_bias": (
-        vllm(),
-        {f"layers.0.self_attn.{x}_proj.bias": torch.randn(rows) for x, rows in (("q", 8), ("k", 4), ("v", 4))},
-    ),
+    "qkv_bias": (vllm(), BIASES),
     "speculators": (speculators(norm_before_residual=True, fc_norm=True, norm_output=True), NORMS),
-    "no_head": (vllm(draft_vocab_size=None), {"d2t": None, "t2d": None, "lm_head.weight": None}),  # type: ignore[dict-item]
+    "no_head": (vllm(draft_vocab_size=None), {"d2t": None, "t2d": None, "lm_head.weight": None}),
 }
 PLAIN = {"plain", "whole", "embedding", "recorded", "wider"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", WRITTEN)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in WRITTEN] + [("plain", torch.bfloat16), ("no_head", torch.float16)],
+)
 def test_round_trip(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and
-    writing, whatever form it came in."""
+    writing, whatever form it came in; and against a head of ours that others run as what it is not.
+
+    SGLang and vLLM go by the architecture; the authors' code does not, ignores unknown keys and
+    tensors, and needs draft_vocab_size.
+    """
     (config, held), more = WRITTEN[case]
     all_of_it = {name: tensor for name, tensor in {**held, **more}.items() if tensor is not None}
     all_of_it = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in all_of_it.items()}
@@ -745,33 +548,20 @@ def test_round_trip(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert same(first.tensors, again.tensors)
     assert first.config == again.config
     written = json.loads((tmp_path / "b" / "config.json").read_text())
+    tensors_ = load_file(tmp_path / "b" / "model.safetensors")
     assert written["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert written["rope_theta"] == first.config["rope_theta"]
-    if case in PLAIN:
-        assert same(load_file(tmp_path / "b" / "model.safetensors"), all_of_it)
-
-
-@pytest.mark.parametrize("case", WRITTEN)
-def test_others_read_it_or_stop(tmp_path: Path, case: str) -> None:
-    """Guards against a head of ours that others run as what it is not.
-
-    SGLang and vLLM go by the architecture; the authors' code does not, ignores unknown keys and
-    tensors, and needs draft_vocab_size.
-    """
-    head, more = WRITTEN[case]
-    save(read(tmp_path / "a", head, **more), tmp_path / "b")
-    written = json.loads((tmp_path / "b" / "config.json").read_text())
-    names = load_file(tmp_path / "b" / "model.safetensors").keys()
-    assert not any(name.startswith("layers.") for name in names)
+    assert not any(name.startswith("layers.") for name in tensors_)
     # where it stands, the authors' code does not take the target's embedding
     assert ("target_hidden_size" in written) == (case == "wider")
+    sizes = V if case in ("whole", "no_head") else len(IDS)
     if case in PLAIN:
-        assert written["architectures"] == ["LlamaForCausalLM"]
-        assert written["draft_vocab_size"] == (V if case == "whole" else len(IDS))
+        assert same(tensors_, all_of_it)
+        assert (written["architectures"], written["draft_vocab_size"]) == (["LlamaForCausalLM"], sizes)
     else:
         assert written["architectures"] == ["EyasEagle3ForCausalLM"]
         assert "draft_vocab_size" not in written
-        assert written["eyas"]["draft_vocab_size"] == (V if case == "no_head" else len(IDS))
+        assert written["eyas"]["draft_vocab_size"] == sizes
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -797,22 +587,11 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_net_may_leave_out_what_is_usual(tmp_path: Path) -> None:
-    """Guards against a writer that demands every key of a trainer, or takes an absent one for
-    something unusual."""
+    """Guards against a writer that demands every key of a trainer, or takes an absent one for something unusual."""
     first = read(tmp_path / "a", safeailab())
-    usual = (
-        "target_hidden_size",
-        "num_features",
-        "layer_ids_as_published",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_before_residual",
-        "carries",
-    )
-    save(
-        Weights("eagle3", without(first.config, *usual, "feature_layers", "head"), first.tensors, "memory"),
-        tmp_path / "b",
-    )
+    usual = "target_hidden_size num_features layer_ids_as_published norm_before_fc fc_norm norm_before_residual carries"
+    config = without(first.config, *usual.split(), "feature_layers", "head")
+    save(Weights("eagle3", config, first.tensors, "memory"), tmp_path / "b")
     assert load(tmp_path / "b").config == first.config
 
 
@@ -820,19 +599,16 @@ def test_faults_of_ours(tmp_path: Path) -> None:
     """Guards against publishing a head that `load` refuses."""
     first = read(tmp_path / "a", safeailab())
     ids = first.tensors["draft_ids"]
-    for held, says in (
-        ({"draft_ids": ids.flip(0)}, "draft_ids do not increase"),
-        ({"draft_ids": ids + 2}, "draft_ids leave the vocabulary"),
-        ({"draft_ids": ids[:-1]}, r"draft_ids is \[6\] and should be \[7\]"),
-        ({"fc.bias": torch.zeros(D)}, r"unexpected fc\.bias"),
+    wide = {"fc.weight": torch.zeros(D, 4 * D)}
+    for config, held, says in (
+        ({}, {"draft_ids": ids.flip(0)}, "draft_ids do not increase"),
+        ({}, {"draft_ids": ids + 2}, "draft_ids leave the vocabulary"),
+        ({}, {"draft_ids": ids[:-1]}, r"draft_ids is \[6\] and should be \[7\]"),
+        ({}, {"fc.bias": torch.zeros(D)}, r"unexpected fc\.bias"),
+        ({"num_features": 4}, wide, "need feature_layers"),
     ):
         with pytest.raises(AssertionError, match=says):
-            save(Weights("eagle3", first.config, {**first.tensors, **held}, "memory"), tmp_path / "b")
-    wide = Weights(
-        "eagle3", {**first.config, "num_features": 4}, {**first.tensors, "fc.weight": torch.zeros(D, 4 * D)}, "memory"
-    )
-    with pytest.raises(AssertionError, match="need feature_layers"):
-        save(wide, tmp_path / "b")
+            save(Weights("eagle3", {**first.config, **config}, {**first.tensors, **held}, "memory"), tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 

@@ -93,22 +93,21 @@ def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, rng, read = json.loads((head / "config.json").read_text()), random.Random(17), 0
     tensors = _weights.read_tensors(head)
     monkeypatch.setattr(_weights, "read_tensors", lambda folder: dict(tensors))
-    for _ in range(3000):
+    for _ in range(1000):
         mutant = json.dumps(mutated(config, rng))
         (head / "config.json").write_text(mutant)
         try:
             read += outcome(head) is not None
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error} for {mutant}")
-    assert 100 < read < (2700 if config["model_type"] == "eyas_mtp" else 2000)  # that one has few settings
+    assert 30 < read < (900 if config["model_type"] == "eyas_mtp" else 670)  # that one has few settings
 
 
 @pytest.mark.quick("eagle1-float16")
 @pytest.mark.parametrize("stored", ["float16", "int8"])
 def test_weights(head: Path, stored: str) -> None:
-    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each
-    safetensors file, in the header and behind it. A changed number cannot be noticed here (the
-    embedded head's checksum is another test)."""
+    """Guards against files that are cut off or changed anywhere: 300 seeded mutants of each safetensors file, in the
+    header and behind it. A changed number cannot be noticed here (the embedded head's checksum is another test)."""
     if stored == "int8":
         save_file(to_int8(load_file(head / "model.safetensors")), head / "model.safetensors")
     whole, rng = (head / "model.safetensors").read_bytes(), random.Random(18)

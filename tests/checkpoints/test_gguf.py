@@ -12,7 +12,6 @@ from torch import Tensor
 
 import eyas
 import gguf_heads
-import zoo
 from eyas import checkpoints
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints import mtp as mtp_form
@@ -28,11 +27,6 @@ from gguf_heads import BLOCKS, MODULES, Parts, assert_same, block_parts, eagle3_
 LAYERS = [0, 1, 3]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
 def eagle3_parts(target: Target, **changes: Any) -> Parts:
     weights = eagle3_of(target, **changes)
     config, tensors = vllm.export("eagle3", weights.config, weights.tensors, ExportTarget())
@@ -45,9 +39,6 @@ def refused(tmp_path: Path, parts: Parts, says: str, architecture: str = "eagle3
     assert "\n" not in str(error.value)
 
 
-# --- what is read ------------------------------------------------------------------------------------
-
-
 def test_eagle3(target: Target, tmp_path: Path) -> None:
     """Guards the rows of queries and keys, ids of the vocabulary, layer ids, names; the head drafts as its folder does."""
     made = eagle3_of(target)
@@ -58,13 +49,10 @@ def test_eagle3(target: Target, tmp_path: Path) -> None:
     for key in set(folder.config) - {"eyas", "layer_ids_as_published"}:
         assert read.config[key] == folder.config[key], key
     assert texts(target, path, "eagle3") == texts(target, tmp_path / "head", "eagle3")
-
-
-def test_a_file_is_a_draft(target: Target, tmp_path: Path) -> None:
-    """Guards `draft=FILE` without a method: the file says it."""
-    path = gguf_heads.write(tmp_path / "head.gguf", "eagle3", *eagle3_parts(target))
-    llm = eyas.load(target.model, path, tokenizer=None, kernels="off")
-    assert llm.method == "eagle3"
+    assert eyas.load(target.model, path, tokenizer=None, kernels="off").method == "eagle3"
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(CheckpointError, match="corrupt or truncated"):
+        checkpoints.load(path)
 
 
 def test_flags_of_eagle3(target: Target, tmp_path: Path) -> None:
@@ -110,10 +98,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 64.0, "orig
 
 def llama3_factors(target: Target) -> Tensor:
     """The converter's tensor for this scaling: by what the frequencies are divided."""
-    plain, scaled = (
-        rope_frequencies(layer_shape(eagle3_of(target, rope_scaling=scaling).config))
-        for scaling in (None, {"rope_type": "llama3", **LLAMA3})
-    )
+    heads = [eagle3_of(target, rope_scaling=scaling) for scaling in (None, {"rope_type": "llama3", **LLAMA3})]
+    plain, scaled = (rope_frequencies(layer_shape(head.config)) for head in heads)
     return plain / scaled
 
 
@@ -121,9 +107,8 @@ def test_llama3_is_found_in_its_factors(target: Target, tmp_path: Path) -> None:
     """Guards the scaling of which a file holds the factors only. Heads of 12 channels have six of them."""
     made = eagle3_of(target, rope_scaling={"rope_type": "llama3", **LLAMA3})
     parts, settings = eagle3_parts(target)
-    path = gguf_heads.write(
-        tmp_path / "h.gguf", "eagle3", {**parts, "rope_freqs.weight": llama3_factors(target)}, settings
-    )
+    scaled = {**parts, "rope_freqs.weight": llama3_factors(target)}
+    path = gguf_heads.write(tmp_path / "h.gguf", "eagle3", scaled, settings)
     found, expected = (rope_frequencies(layer_shape(head.config)) for head in (checkpoints.load(path), made))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     other = torch.tensor([1.0, 1.1, 3.0, 2.0, 7.0, 8.0])
@@ -133,13 +118,8 @@ def test_llama3_is_found_in_its_factors(target: Target, tmp_path: Path) -> None:
 def test_yarn(target: Target, tmp_path: Path) -> None:
     """Guards YaRN's settings, each under its own name."""
     parts, settings = eagle3_parts(target)
-    keys = {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 128,
-        "yarn_attn_factor": 1.25,
-        "yarn_beta_fast": 16.0,
-    }
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+    keys |= {"yarn_attn_factor": 1.25, "yarn_beta_fast": 16.0}
     settings |= {f"rope.scaling.{key}": value for key, value in keys.items()}
     read = checkpoints.load(gguf_heads.write(tmp_path / "h.gguf", "eagle3", parts, settings))
     assert read.config["rope_scaling"] == {
@@ -200,45 +180,27 @@ def test_modules_of_targets(architecture: str, tmp_path: Path) -> None:
     refused(tmp_path, ({**parts, f"blk.{L}.other.weight": last}, settings), "not known here: blk.4.other", architecture)
 
 
-# --- what is refused ---------------------------------------------------------------------------------
-
-
 def test_files_without_a_head(target: Target, tmp_path: Path) -> None:
     """Guards one clear line of error for a whole model, for a module in another form, and for a file that is not GGUF."""
     parts = {"token_embd.weight": torch.ones(4, 4)}
-    refused(
-        tmp_path, (parts, {"block_count": 2}), "architecture 'llama' and no module of multi-token prediction", "llama"
-    )
-    refused(
-        tmp_path, (parts, {"block_count": 3, "nextn_predict_layers": 1}), "the MTP module of a deepseek2", "deepseek2"
-    )
+    module = {"block_count": 3, "nextn_predict_layers": 1}
+    refused(tmp_path, (parts, {"block_count": 2}), "'llama' and no module of multi-token prediction", "llama")
+    refused(tmp_path, (parts, module), "the MTP module of a deepseek2", "deepseek2")
     refused(tmp_path, (parts, {"split.count": 2}), "one of 2 parts: join them", "eagle3")
     (tmp_path / "text.gguf").write_text("not a model")
     with pytest.raises(CheckpointError, match=r"text\.gguf is corrupt or truncated"):
         checkpoints.load(tmp_path / "text.gguf")
     (tmp_path / "head.bin").write_text("something else")
-    with pytest.raises(
-        CheckpointError, match=r"this is a file; give a folder with a config\.json, or a file in GGUF format"
-    ):
+    said = r"this is a file; give a folder with a config\.json, or a file in GGUF format"
+    with pytest.raises(CheckpointError, match=said):
         checkpoints.load(tmp_path / "head.bin")
-
-
-def test_a_truncated_file(target: Target, tmp_path: Path) -> None:
-    """Guards a file that ends too early, as an interrupted download leaves it."""
-    path = gguf_heads.write(tmp_path / "head.gguf", "eagle3", *eagle3_parts(target))
-    path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(CheckpointError, match="corrupt or truncated"):
-        checkpoints.load(path)
 
 
 def test_refusals_of_eagle3(target: Target, tmp_path: Path) -> None:
     """Guards settings that a reader must not guess."""
     parts, settings = eagle3_parts(target)
-    refused(
-        tmp_path,
-        ({**parts, "blk.0.attn_qkv.weight": torch.ones(4, 4)}, settings),
-        "does not have: blk.0.attn_qkv.weight",
-    )
+    more = {**parts, "blk.0.attn_qkv.weight": torch.ones(4, 4)}
+    refused(tmp_path, (more, settings), "does not have: blk.0.attn_qkv.weight")
     refused(tmp_path, (parts, settings | {"block_count": 2}), "has 2 layers; EAGLE-3 heads of llama.cpp have one")
     refused(tmp_path, (parts, settings | {"rope.dimension_count": 6}), "RoPE turns 6 of the 12 channels")
     refused(tmp_path, (parts, settings | {"rope.scaling.type": "yarn"}), "has no eagle3.rope.scaling.factor")
@@ -246,25 +208,17 @@ def test_refusals_of_eagle3(target: Target, tmp_path: Path) -> None:
     refused(tmp_path, (parts, without), "has no eagle3.target_layers")
     broken = {**parts, "fc.weight": torch.full_like(parts["fc.weight"], float("nan"))}
     refused(tmp_path, (broken, settings), "tensor fc.weight holds NaN")
-    refused(
-        tmp_path,
-        ({name: tensor for name, tensor in parts.items() if name != "fc.weight"}, settings),
-        "missing fc.weight",
-    )
+    del broken["fc.weight"]
+    refused(tmp_path, (broken, settings), "missing fc.weight")
 
 
-@pytest.mark.parametrize(
-    ("tensor", "setting", "says"),
-    [
-        ("blk.0.post_attention_norm.weight", {}, "the layers are Gemma 4's"),
-        ("blk.0.attn_sinks.weight", {}, "the attention has sinks"),
-        ("", {"hyper_connection.count": 4}, "DeepSeek-V4's"),
-        ("", {"attention.value_scale": 0.5}, "values of the attention have a factor"),
-    ],
-)
-def test_refusals_of_block_heads(
-    tensor: str, setting: dict[str, Any], says: str, target: Target, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("tensor", "setting", "says"), [
+    ("blk.0.post_attention_norm.weight", {}, "the layers are Gemma 4's"),
+    ("blk.0.attn_sinks.weight", {}, "the attention has sinks"),
+    ("", {"hyper_connection.count": 4}, "DeepSeek-V4's"),
+    ("", {"attention.value_scale": 0.5}, "values of the attention have a factor"),
+])  # fmt: skip
+def test_refusals_of_block_heads(tensor: str, setting: Any, says: str, target: Target, tmp_path: Path) -> None:
     """Guards layers that are computed in another way."""
     _, (tensors, settings) = block_parts(target, tmp_path / "head", "dflash")
     more = {tensor: torch.ones(48)} if tensor else {}

@@ -34,17 +34,13 @@ FORMS = {"flat": flat, "speculators": speculators}
 
 @pytest.mark.parametrize("form", FORMS)
 def test_both_forms(tmp_path: Path, form: str) -> None:
-    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back
-    the same."""
+    """Guards mask, token and levels, and that the rest is EAGLE-3's; what is written is read back the same."""
     config, held = FORMS[form]()
     weights = read(tmp_path / "a", (config, held))
     assert weights.method == "peagle"
     assert torch.equal(weights.tensors["mask_hidden"], MASK)
-    assert (weights.config["mask_token"], weights.config["levels"], weights.config["layers"]) == (
-        9,
-        6 if form == "speculators" else None,
-        2,
-    )
+    levels = 6 if form == "speculators" else None
+    assert [weights.config[name] for name in ("mask_token", "levels", "layers")] == [9, levels, 2]
     eagle3 = deep("vllm" if form == "flat" else form, 2)[0]
     plain = read(tmp_path / "b", (eagle3, without(held, "mask_hidden")))
     assert plain.method == "eagle3"
@@ -57,34 +53,29 @@ def test_both_forms(tmp_path: Path, form: str) -> None:
 
 
 def test_other_classes(tmp_path: Path) -> None:
-    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM
-    reads all of them."""
+    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM reads all of them."""
     for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
-        head = flat(
-            architectures=[name], eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, parallel_drafting=True
-        )
+        ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
+        head = flat(architectures=[name], eagle_config=ids, parallel_drafting=True)
         assert read(tmp_path, head).config["feature_layers"] == (1, 5, 9)
     refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
 
 
-@pytest.mark.parametrize(
-    ("head", "changed", "says"),
-    [
-        (flat(pard_token=None), {}, "must name one mask token"),
-        (flat(ptd_token_id=8), {}, "must name one mask token"),
-        (flat(pard_token="9"), {}, "must name one mask token"),
-        (speculators(mask_token_id=None), {}, "must name one mask token"),
-        (flat(), {"mask_hidden": MASK[:-1]}, "should hold 24 numbers"),
-        (flat(), {"mask_hidden": MASK.view(3, D)}, "should hold 24 numbers"),
-        (speculators(), {"mask_hidden": None}, "has no mask_hidden"),
-        (flat(parallel_drafting=False), {}, "parallel_drafting False"),
-        (flat(parallel_draft_step=4), {}, "parallel_draft_step 4"),
-        (flat(eyas={"levels": 0}), {}, "has levels 0"),
-        (flat(), {"fc.bias": torch.zeros(D)}, "biases"),
-        (flat(), {"state": torch.zeros(3)}, "unexpected state"),
-        (speculators(norm_before_residual=None), {}, "no norm_before_residual"),
-    ],
-)
+@pytest.mark.parametrize(("head", "changed", "says"), [
+    (flat(pard_token=None), {}, "must name one mask token"),
+    (flat(ptd_token_id=8), {}, "must name one mask token"),
+    (flat(pard_token="9"), {}, "must name one mask token"),
+    (speculators(mask_token_id=None), {}, "must name one mask token"),
+    (flat(), {"mask_hidden": MASK[:-1]}, "should hold 24 numbers"),
+    (flat(), {"mask_hidden": MASK.view(3, D)}, "should hold 24 numbers"),
+    (speculators(), {"mask_hidden": None}, "has no mask_hidden"),
+    (flat(parallel_drafting=False), {}, "parallel_drafting False"),
+    (flat(parallel_draft_step=4), {}, "parallel_draft_step 4"),
+    (flat(eyas={"levels": 0}), {}, "has levels 0"),
+    (flat(), {"fc.bias": torch.zeros(D)}, "biases"),
+    (flat(), {"state": torch.zeros(3)}, "unexpected state"),
+    (speculators(norm_before_residual=None), {}, "no norm_before_residual"),
+])  # fmt: skip
 def test_faults(tmp_path: Path, head: Head, changed: dict[str, Tensor | None], says: str) -> None:
     """Guards against a head that runs as what it is not."""
     refused(tmp_path, head, says, **changed)

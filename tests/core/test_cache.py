@@ -10,8 +10,7 @@ LAYOUT: Layout = ((2, 8, 8), None, (1, 4, 6), (2, 8, 8))  # the second layer sto
 
 
 def test_bytes_are_those_that_are_reserved() -> None:
-    """Guards the limit of what a decoder keeps between requests: the bytes are those of all layers
-    and all rows."""
+    """Guards the limit of what a decoder keeps between requests: the bytes are those of all layers and all rows."""
     for rows in (1, 3):
         cache = KVCache(LAYOUT, rows, torch.float32, torch.device("cpu"))
         for slots in (256, 512):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
 from covers import turn
 from eyas import drafters
 from eyas.core import dormant as _sleep
@@ -33,11 +32,6 @@ from test_lossless import DRAWN, OPTIONS, SAMPLINGS, make
 NEW = 36
 CASES = [*drafters.names(), "eagle2+suffix"]
 PROMPTS = ((5,), (11,), tuple(range(20, 49)))  # after the first two it repeats itself for a while, greedily
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @cache
@@ -136,8 +130,7 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
 
 
 class Spy(Drafter):
-    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that
-    may be accepted.
+    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that may be accepted.
 
     `waking`: only those of rows that have just read something. (With a window the others depend on
     how the text was cut into cycles.)
@@ -183,7 +176,14 @@ def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     return sorted(path for path, candidate in zip(found, candidates, strict=True) if candidate)
 
 
-class Naps(Policy):
+class Quiet(Policy):
+    """Learns nothing."""
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        pass
+
+
+class Naps(Quiet):
     """All sleep for some cycles at a time, in some of which the spare drafts, and draft for one or two."""
 
     def __init__(self, seed: int, fallback: Drafter | None) -> None:
@@ -198,18 +198,12 @@ class Naps(Policy):
     def is_dormant(self, rows: int) -> bool:
         return True
 
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
-
-class Awake(Policy):
+class Awake(Quiet):
     """Row 0 is drafted for in every cycle, and nothing of it is ever accepted."""
 
     def decide(self, roots: CycleInput) -> Decision:
         return Decision(plain=frozenset({0}))
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
 
 @pytest.mark.cover(name=2)
@@ -218,12 +212,11 @@ class Awake(Policy):
 def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
     name: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or
-    forgets what was pending: the text stays right, the drafts become worse. Compared at every
-    position with drafts of a session that drafted at all of them; with 3 tokens that may wait at
-    most, rows read while asleep. A greedy text for every method; for every third also a drawn one;
-    for those whose drawn text is another one, by right, a second greedy one. Lookahead is left
-    out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
+    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or forgets what was
+    pending: the text stays right, the drafts become worse. Compared at every position with drafts of a session that
+    drafted at all of them; with 3 tokens that may wait at most, rows read while asleep. A greedy text for every method;
+    for every third also a drawn one; for those whose drawn text is another one, by right, a second greedy one.
+    Lookahead is left out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
     compared, behind, foretold = [0, 0], 0, 0
     first, second, drawn = (Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)
     texts = [first, second] if name in DRAWN else turn(name, CASES, ([first, drawn], [first], [first]))
@@ -256,9 +249,8 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
 def test_a_prompt_waits_while_all_sleep(
     waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too
-    long to wait is lost. The prompt has 6 tokens; the session drafts first in the cycle after
-    eleven plain ones."""
+    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too long to wait is lost.
+    The prompt has 6 tokens; the session drafts first in the cycle after eleven plain ones."""
     monkeypatch.setattr(_sleep, "MAX_STORED_TOKENS", waiting)
     drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
     session = drafter.open(1)
@@ -296,9 +288,8 @@ def test_chat_goes_on_after_a_nap(target: Target) -> None:
         assert spies[0].seen[at, 0] == spies[1].seen[at, 0], name
 
 
-class SmallerTrees(Policy):
-    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last
-    `plain` tokens."""
+class SmallerTrees(Quiet):
+    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last `plain` tokens."""
 
     def __init__(self, largest: TreeSize, length: int, plain: int) -> None:
         self.largest, self.awake_length = largest, length - plain
@@ -308,9 +299,6 @@ class SmallerTrees(Policy):
             return Decision(TreeSize(2, 1, 1))
         drafts_every_row = len(cycle_input.row_tokens[0]) <= self.awake_length
         return Decision(self.largest, frozenset(() if drafts_every_row else cycle_input.active_rows))
-
-    def observe(self, steps: Sequence[Step]) -> None:
-        pass
 
 
 @pytest.mark.cover
@@ -348,7 +336,7 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
         assert len(requests) == 3
 
 
-class Once(Policy):
+class Once(Quiet):
     """Asleep for the first answer."""
 
     def __init__(self) -> None:
@@ -357,9 +345,6 @@ class Once(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         self.cycles += 1
         return Decision(plain=frozenset(roots.active_rows if self.cycles <= 11 else ()))
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
 
 
 def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
@@ -372,7 +357,7 @@ def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     assert widths == [3, *[1] * 11]
 
 
-class Turns(Policy):
+class Turns(Quiet):
     """The head, the spare, nobody, the head, ..., for two cycles each."""
 
     def __init__(self, fallback: Drafter) -> None:
@@ -381,17 +366,12 @@ class Turns(Policy):
     def decide(self, roots: CycleInput) -> Decision:
         self.cycles += 1
         turn = self.cycles // 2 % 3
-        return Decision(
-            None, frozenset(roots.active_rows if turn == 2 else ()), "", self.fallback if turn == 1 else None
-        )
-
-    def observe(self, steps: list[Step]) -> None:
-        pass
+        plain = frozenset(roots.active_rows if turn == 2 else ())
+        return Decision(None, plain, "", self.fallback if turn == 1 else None)
 
 
 class Checked(Drafter):
-    """suffix, whose every draft must be that of an automaton which reads the row's text from its
-    beginning."""
+    """suffix, whose every draft must be that of an automaton which reads the row's text from its beginning."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -437,15 +417,3 @@ def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) 
         kinds |= {(s.decision.drafts_every_row, s.decision.fallback is None) for s in steps if not s.prefill}
     assert len(kinds) == 3
     assert fallback.checked
-
-
-@pytest.mark.slow
-def test_rows_of_different_ages_by_turns(target: Target) -> None:
-    """Bug: what enters a row is drafted for by what left it; a spare's rows are mixed up; plain
-    rows among the spare's get nodes."""
-    fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
-    requests = [Request(PROMPTS[i % 3], 30 - 5 * i, SAMPLINGS[i % len(SAMPLINGS)]) for i in range(5)]
-    got, steps = run(Decoder(target, with_policy(drafter, Turns(fallback)), 3), requests)
-    assert got == [plain(target, r) for r in requests]
-    assert sum(s.accepted for s in steps if not s.prefill and s.decision.fallback) > 3
-    assert fallback.checked > 3

@@ -88,15 +88,11 @@ def test_kernels_leave_rows_out() -> None:
         llm.target.runner.skips_rows = skips  # type: ignore[misc]
         try:
             decoder = Decoder(llm.target, llm.drafter, 5)
-            requests = [
-                Request(tuple(prompt), 24 - 8 * i, Sampling(0.7 * (i % 2), seed=i)) for i, prompt in enumerate(ids)
-            ]
+            laws = [Sampling(0.7 * (i % 2), seed=i) for i in range(3)]
+            requests = [Request(tuple(ids[i]), 24 - 8 * i, laws[i]) for i in range(3)]
             texts, steps = run(decoder, requests)
-            trees = [
-                (step.request_id, step.path, step.draft.tokens_BN[step.row].tolist())
-                for step in steps
-                if not step.prefill
-            ]
+            cycles = [step for step in steps if not step.prefill]
+            trees = [(step.request_id, step.path, step.draft.tokens_BN[step.row].tolist()) for step in cycles]
             shapes.append((texts, trees))
         finally:
             llm.target.runner.skips_rows = True  # type: ignore[misc]

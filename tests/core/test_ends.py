@@ -6,6 +6,7 @@ on a processor that refuses whatever plain decoding does not ask about.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -89,21 +90,16 @@ def ends(sampling: Sampling) -> dict[str, tuple[dict[str, Any], Ended]]:
         "length": ({"max_new_tokens": 8}, lambda new: len(new) >= 8),
         "context": ({"max_new_tokens": LONG + 1}, lambda new: len(new) > LONG),
         "structure": ({"constraint": Complete()}, lambda new: len(new) >= LONGEST),
-        "structure, min_tokens": (
-            {"constraint": Complete(), "eos": frozenset({EOS}), "min_tokens": LONG},
-            lambda new: len(new) >= LONGEST,
-        ),
-    }
+        "structure, min_tokens": ({"constraint": Complete(), "eos": frozenset({EOS}), "min_tokens": LONG}, lambda new: len(new) >= LONGEST),
+    }  # fmt: skip
 
 
-CASES = [
-    (name, end, SAMPLINGS[(i + k) % 2])
-    for i, name in enumerate(drafters.names())
-    for k, end in enumerate(
-        ("eos", "eos that min_tokens bans", "stop string", "stop that tells nothing", "length", "context", "structure",
-         "structure, min_tokens")
-    )
-]  # fmt: skip
+ENDS = (
+    "eos", "eos that min_tokens bans", "stop string", "stop that tells nothing", "length", "context", "structure",
+    "structure, min_tokens",
+)  # fmt: skip
+PAIRS = itertools.product(enumerate(drafters.names()), enumerate(ENDS))
+CASES = [(name, end, SAMPLINGS[(i + k) % 2]) for (i, name), (k, end) in PAIRS]
 
 
 def answer(name: str, end: str, sampling: Sampling, prediction: tuple[int, ...]) -> tuple[list[int], str | None]:
@@ -209,9 +205,8 @@ class Narrow(Trie):
 
 @cache
 def trie_text() -> tuple[int, ...]:
-    ((tokens,), _) = run(
-        Decoder(target(), make("vanilla", target())), [wished(PROMPT, LONG, SAMPLINGS[1], constraint=Trie(True))]
-    )
+    request = wished(PROMPT, LONG, SAMPLINGS[1], constraint=Trie(True))
+    ((tokens,), _) = run(Decoder(target(), make("vanilla", target())), [request])
     return tuple(tokens)
 
 
@@ -220,7 +215,6 @@ def trie_text() -> tuple[int, ...]:
 def test_a_constraint_that_fails_at_a_draft_fails_nothing(name: str) -> None:
     """Guards requests whose constraint knows less than is drafted: it failed for the whole tree."""
     request = wished(PROMPT, LONG, SAMPLINGS[1], constraint=Narrow(True), prediction=(*trie_text()[:4], 1, 1, 1))
-    assert steps_of(name, request)[-1].finish == "stop"
-    assert run(Decoder(target(), make(name, target())), [wish(request, constraint=Narrow(True))])[0] == [
-        list(trie_text())
-    ]
+    steps = steps_of(name, request)
+    assert steps[-1].finish == "stop"
+    assert [token for step in steps for token in step.tokens] == list(trie_text())

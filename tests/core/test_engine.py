@@ -20,11 +20,6 @@ PROMPT = (5, 9, 100, 3, 77, 12)
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
-@pytest.fixture(scope="module")
 def answer(target: Target) -> list[int]:
     return plain_decode(target.model, Request(PROMPT, 40))
 
@@ -35,8 +30,7 @@ def oracle(target: Target, answer: list[int]) -> Oracle:
 
 
 def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
-    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the
-    answer, exactly."""
+    """Guards the metrics' source: tokens, accepted counts and paths of the steps must add up to the answer, exactly."""
     tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, 40)])
     assert tokens == [answer]
     assert [s.prefill for s in steps] == [True] + [False] * (len(steps) - 1)
@@ -47,14 +41,13 @@ def test_steps_add_up(oracle: Oracle, answer: list[int]) -> None:
         assert list(step.tokens[:-1]) == drafted
 
 
-@pytest.mark.parametrize("cut", range(1, 14))
-def test_length_is_cut_exactly(oracle: Oracle, answer: list[int], cut: int) -> None:
-    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not
-    counted as drafted."""
-    tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, cut)])
-    assert tokens == [answer[:cut]]
-    assert all(s.accepted <= len(s.tokens) for s in steps)
-    assert steps[-1].finish == "length"
+def test_length_is_cut_exactly(oracle: Oracle, answer: list[int]) -> None:
+    """Guards trimming inside an accepted path: never past max_new_tokens, and the bonus is not counted as drafted."""
+    for cut in range(1, 14):
+        tokens, steps = run(Decoder(oracle.target, oracle), [Request(PROMPT, cut)])
+        assert tokens == [answer[:cut]]
+        assert all(s.accepted <= len(s.tokens) for s in steps)
+        assert steps[-1].finish == "length"
 
 
 def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
@@ -62,10 +55,8 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
     first to come counts."""
     for place in range(12):
         token, first = answer[place], answer.index(answer[place])
-        for request in (
-            Request(PROMPT, 40, eos=frozenset({token, 10_000})),
-            Request(PROMPT, 40, stop=lambda t, token=token: t == token),
-        ):
+        ending, stopping = frozenset({token, 10_000}), lambda t, token=token: t == token
+        for request in (Request(PROMPT, 40, eos=ending), Request(PROMPT, 40, stop=stopping)):
             tokens, steps = run(Decoder(oracle.target, oracle), [request])
             assert tokens == [answer[: first + 1]]
             assert steps[-1].finish == "stop"
@@ -73,8 +64,7 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
 
 @pytest.mark.slow
 def test_rows_join_and_leave_between_cycles(target: Target) -> None:
-    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay
-    with their rows."""
+    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
     method = drafters.find("eagle2").random(target, seed=2)
     requests = [Request(tuple(range(3 + 4 * i, 12 + 7 * i)), 10 + i, Sampling(0.9 * (i % 2), seed=i)) for i in range(6)]
     alone = [run(Decoder(target, method), [r])[0][0] for r in requests]
@@ -104,9 +94,8 @@ def test_prefix_reuse(target: Target, name: str) -> None:
         prompt = (*conversation[:cut], 60, 61, 62)
         assert run(decoder, [Request(prompt, 15)])[0][0] == plain_decode(target.model, Request(prompt, 15)), cut
         run(decoder, [first])  # leave the same leftovers behind
-    assert run(decoder, [Request(tuple(conversation), 5)])[0][0] == plain_decode(
-        target.model, Request(tuple(conversation), 5)
-    )
+    whole = Request(tuple(conversation), 5)
+    assert run(decoder, [whole])[0][0] == plain_decode(target.model, whole)
     assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == conversation[len(PROMPT) :]
 
 
@@ -146,17 +135,12 @@ def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
         logits_processor=LogitsProcessorList(processors),
     )[0, len(PROMPT) :].tolist()  # fmt: skip
-    for method in (
-        Oracle(target, {PROMPT: theirs}),
-        drafters.find("eagle2").random(target, seed=4),
-        drafters.find("eagle1").random(target),
-    ):
+    for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle2").random(target, seed=4)):
         assert run(Decoder(target, method), [wished(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
 
 
 def test_own_penalty_equals_generate(target: Target) -> None:
-    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not
-    its cousins."""
+    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
     ids = torch.tensor([PROMPT])
     theirs = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
@@ -193,14 +177,14 @@ def test_up_to_the_last_position_of_the_context(family: str) -> None:
 def test_refusals(target: Target) -> None:
     """Guards bad requests: refused when added, before anything runs, with the numbers."""
     decoder = Decoder(target, drafters.find("vanilla")(target))
-    with pytest.raises(InputError, match="empty"):
-        decoder.add(Request((), 5))
-    with pytest.raises(InputError, match=f"token id 4000 is outside the target's vocabulary of {target.vocab_size}"):
-        decoder.add(Request((1, 4000), 5))
-    with pytest.raises(InputError, match="max_new_tokens must be 1 or more, got 0"):
-        decoder.add(Request((1,), 0))
-    with pytest.raises(FitError, match="exceed the target's context of 512"):
-        decoder.add(Request((1,), 512))
+    for prompt, new, said in (
+        ((), 5, "empty"),
+        ((1, 4000), 5, f"token id 4000 is outside the target's vocabulary of {target.vocab_size}"),
+        ((1,), 0, "max_new_tokens must be 1 or more, got 0"),
+        ((1,), 512, "exceed the target's context of 512"),
+    ):
+        with pytest.raises((InputError, FitError), match=said):
+            decoder.add(Request(prompt, new))
     assert decoder.finished
 
 

@@ -107,9 +107,7 @@ def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> N
 def test_a_package_that_cannot_be_loaded(search: pytest.MonkeyPatch) -> None:
     """Bug guarded: another package's mistake ends in a traceback that names neither."""
     offer(search, "eyas_package_that_is_not_there:Extension")
-    with pytest.raises(
-        ModelError, match="the target extension eyas_package_that_is_not_there:Extension cannot be load"
-    ):
+    with pytest.raises(ModelError, match="extension eyas_package_that_is_not_there:Extension cannot be loaded"):
         Target(zoo.FAMILIES["llama"]())
 
 

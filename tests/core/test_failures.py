@@ -70,11 +70,9 @@ def forced(token: int, after: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A processor that makes `token` the only one to follow `after` tokens of a text."""
 
     def force(ids: Tensor, scores: Tensor) -> Tensor:
-        return (
-            torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
-            if ids.shape[1] == after
-            else scores
-        )
+        if ids.shape[1] != after:
+            return scores
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
 
     return force
 
@@ -99,8 +97,8 @@ def run_all(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], 
             tokens.setdefault(step.request_id, []).extend(step.tokens)
             last[step.request_id] = step
             if step.error is not None:
-                left = [decoder.target_session.cache, decoder.draft_session]
-                assert not any(t.isnan().any() for t in tensors_in(left) if t.is_floating_point() and t.numel()), (
+                left = tensors_in([decoder.target_session.cache, decoder.draft_session])
+                assert not any(t.isnan().any() for t in left if t.is_floating_point() and t.numel()), (
                     "NaN is left behind"
                 )
     return [(tokens[t], last[t]) for t in tickets]
@@ -142,9 +140,8 @@ def check_isolation(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
-    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of
-    the row would fail as well. Once in a cycle, once in the prompt; one of them with texts that are
-    kept, by turns from method to method."""
+    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of the row would fail as
+    well. Once in a cycle, once in the prompt; one of them with texts that are kept, by turns from method to method."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = wished((5, 6, 7), 12, processors=(forced(POISON, 5),))
@@ -157,11 +154,8 @@ class Now:
     """The head drafts in the cycle that fails, and in no other."""
 
     def decide(self, cycle_input: Any) -> Decision:
-        return (
-            Decision()
-            if POISON in cycle_input.tokens_B.tolist()
-            else Decision(plain=frozenset(cycle_input.active_rows))
-        )
+        poisoned = POISON in cycle_input.tokens_B.tolist()
+        return Decision(plain=frozenset(() if poisoned else cycle_input.active_rows))
 
     def observe(self, steps: Any) -> None:
         assert steps
@@ -194,15 +188,12 @@ def raises(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.quick("sampling0-vanilla")
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)])
-def test_a_processor_that_raises(
-    model: Any, healthy: list[tuple[Request, list[int]]], name: str, sampling: Sampling
-) -> None:
+def test_a_processor_that_raises(model: Any, healthy: Any, name: str, sampling: Sampling) -> None:
     """Guards the other rows of the batch, which ended with the processor's exception; its name and
     reason stand in one line."""
     failing = wished((5, 6, 7), 12, sampling, processors=(raises,))
-    check_isolation(
-        make(name, Target(model)), failing, InputError, "processor raises raised KeyError: 'no such\\nprefix'", healthy
-    )
+    said = "processor raises raised KeyError: 'no such\\nprefix'"
+    check_isolation(make(name, Target(model)), failing, InputError, said, healthy)
 
 
 @pytest.mark.slow
@@ -212,10 +203,8 @@ def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]
     def stop(token: int) -> bool:
         raise RuntimeError("broken reader")
 
-    failing = Request((5, 6, 7), 12, stop=stop)
-    check_isolation(
-        make("eagle2", Target(model)), failing, InputError, "stop raised RuntimeError: broken reader", healthy
-    )
+    failing, said = Request((5, 6, 7), 12, stop=stop), "stop raised RuntimeError: broken reader"
+    check_isolation(make("eagle2", Target(model)), failing, InputError, said, healthy)
 
 
 @pytest.mark.slow
@@ -233,9 +222,8 @@ def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
         return scores
 
     for name in ("eagle2", "suffix", "medusa"):
-        ((new, last),) = run_all(
-            Decoder(target := Target(model), make(name, target)), [wished(prompt, 20, seed, processors=(strict,))]
-        )
+        target, request = Target(model), wished(prompt, 20, seed, processors=(strict,))
+        ((new, last),) = run_all(Decoder(target, make(name, target)), [request])
         assert (new, last.error) == (text[len(prompt) :], None)
     assert met, "some drafted prefix must be another than the text, or this test proves nothing"
 

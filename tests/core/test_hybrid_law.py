@@ -36,10 +36,8 @@ def exact(model: PreTrainedModel) -> torch.Tensor:
     """[V ** T]: the probability of each text of T tokens after the prompt."""
     texts = list(itertools.product(range(V), repeat=T))
     logits = model(torch.tensor([[*PROMPT, *text] for text in texts]), use_cache=False).logits.double().log_softmax(-1)
-    place = torch.arange(T)
-    return torch.stack(
-        [logits[i, len(PROMPT) - 1 + place, torch.tensor(text)].sum() for i, text in enumerate(texts)]
-    ).exp()
+    new_XTV = logits[:, len(PROMPT) - 1 : -1]
+    return new_XTV.gather(2, torch.tensor(texts)[..., None]).sum((1, 2)).exp()
 
 
 def surprise(model: PreTrainedModel) -> float:

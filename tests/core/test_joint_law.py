@@ -1,18 +1,15 @@
-"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that
-accepts drafts.
+"""The joint law of several tokens over several cycles, with the shipped noise: for every rule that accepts drafts.
 
-The law of one token says nothing about a random number that two cycles read: each token alone has
-the right law, but the tokens are not as independent as they should be. So 40,000 rows, one seed
-each, decode five tokens, and the counts of all 243 texts are compared with the exact probabilities
-by a chi-square test. Target and draft are tables of logits that depend on the last two tokens; the
-trees are grown by the shipped `grow_static` and `grow_dynamic` and verified by the shipped
-`verify`.
+The law of one token says nothing about a random number that two cycles read: each token alone has the right law, but
+the tokens are not as independent as they should be. So 40,000 rows, one seed each, decode five tokens, and the counts
+of all 243 texts are compared with the exact probabilities by a chi-square test. Target and draft are tables of logits
+that depend on the last two tokens; the trees are grown by the shipped `grow_static` and `grow_dynamic` and verified by
+the shipped `verify`.
 
-Power: each rule is also run with noise of which every number serves two positions. The law of each
-token alone stays right, and the test must reject all of these (z > 20 with 10,000 rows; measured:
-85 and more). Block verification is also run with the keys that it had until this test existed, by
-absolute position: z = 69, and 26 where blocks and trees alternate. False alarms: seeds are fixed,
-so none; with other seeds z > 4 has odds of about 1 in 10,000 for each rule.
+Power: each rule is also run with noise of which every number serves two positions. The law of each token alone stays
+right, and the test must reject all of these (z > 20 with 10,000 rows; measured: 85 and more). Block verification is
+also run with the keys that it had until this test existed, by absolute position: z = 69, and 26 where blocks and trees
+alternate. False alarms: seeds are fixed, so none; with other seeds z > 4 has odds of about 1 in 10,000 for each rule.
 
 Letters: B rows, N nodes, S states (the last two tokens), V vocabulary, T tokens, X texts.
 """
@@ -93,9 +90,11 @@ def alternating(cycle: CycleInput, state_B: Tensor) -> Draft:
 
 def at_most(rule: Rule, most: int) -> Rule:
     """The shipped limit of nodes in every second row; the others have the whole tree."""
-    return lambda cycle, state_B: limit_nodes(
-        rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))]
-    )
+
+    def limited(cycle: CycleInput, state_B: Tensor) -> Draft:
+        return limit_nodes(rule(cycle, state_B), [most if row % 2 else None for row in range(len(state_B))])
+
+    return limited
 
 
 def with_predictions(rule: Rule) -> Rule:
@@ -107,12 +106,8 @@ def with_predictions(rule: Rule) -> Rule:
         tokens_BM = torch.stack([cycle.tokens_B, torch.zeros_like(state_B), torch.ones_like(state_B)], dim=1)
         acceptable_BM = deterministic_B[:, None] | (torch.arange(3) == 0)
         chain = Draft(Tree.build(torch.tensor([[-1, 0, 1]]).expand(len(state_B), -1), 2, acceptable_BM), tokens_BM)
-        return replace(
-            merge(sampled, chain),
-            q_BNV=sampled.q_BNV,
-            block_verification=sampled.block_verification,
-            deterministic_B=deterministic_B,
-        )
+        kept = {"q_BNV": sampled.q_BNV, "block_verification": sampled.block_verification}
+        return replace(merge(sampled, chain), deterministic_B=deterministic_B, **kept)
 
     return draft
 
@@ -154,16 +149,14 @@ class ByAbsolutePosition(GumbelNoise):
 
 
 def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
-    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at
-    position 1."""
+    """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at position 1."""
     rows_B = torch.arange(len(noise.seed_B))
     state_B, position_B, count_B = torch.zeros_like(rows_B), torch.ones_like(rows_B), torch.zeros_like(rows_B)
     text_BT, counts_BV = torch.full((len(rows_B), T), -1), torch.zeros(len(rows_B), V)
     while (count_B < T).any():  # rows that have all their tokens go on, and what they say is not kept
         adjustments = Adjustments(counts=counts_BV) if law.has_adjustments else None
-        cycle = CycleInput(
-            state_B % V, position_B, count_B < T, (law,) * len(rows_B), noise, int(position_B.max()), adjustments
-        )
+        laws, end = (law,) * len(rows_B), int(position_B.max())
+        cycle = CycleInput(state_B % V, position_B, count_B < T, laws, noise, end, adjustments)
         draft = rule(cycle, state_B)
         state_BN = state_B[:, None].repeat(1, draft.tree.nodes)
         for n in range(1, draft.tree.nodes):
@@ -213,9 +206,8 @@ def noise_of(kind: type[GumbelNoise], rows: int = ROWS) -> GumbelNoise:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:
-    """Guards the keys of every random number that verification and drafting read: block
-    verification once read the numbers of refused prefixes again in the next cycle, and one text had
-    probability 0.036 instead of 0.026."""
+    """Guards the keys of every random number that verification and drafting read: block verification once read the
+    numbers of refused prefixes again in the next cycle, and one text had probability 0.036 instead of 0.026."""
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 

@@ -67,15 +67,10 @@ def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.quick("llava")
 def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
-    """Guards positions, masks and keys behind images, and a shift of positions that an earlier
-    prompt leaves behind."""
+    """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
     llm = eyas.load(target.model, method="vanilla", tokenizer=False)
-    prompts = [
-        prompt_with_image(kind, 0),
-        text_alone(0),
-        prompt_with_image(kind, 1, images=2),
-        prompt_with_image(kind, 2, before=0),
-    ]
+    first, several = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
+    prompts = [first, text_alone(0), several, prompt_with_image(kind, 2, before=0)]
     expected = [generated(target, prompt) for prompt in prompts]
     assert [ids_of(llm, prompt) for prompt in prompts] == expected
     together = llm.generate(prompts, max_new_tokens=NEW, batch_size=3)
@@ -88,9 +83,8 @@ def requests_of(kind: str) -> list[Request]:
     """With and without images, greedy and sampled; two have the same ids and other images."""
     first, second = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
     prompts = [first, text_alone(1), second, another_image(first), first, text_alone(1)]
-    return [
-        asked(p, s) for p, s in zip(prompts, (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling()), strict=True)
-    ]
+    laws = (Sampling(), SEEDED, SEEDED, Sampling(), SEEDED, Sampling())
+    return [asked(prompt, law) for prompt, law in zip(prompts, laws, strict=True)]
 
 
 METHODS = [name for name in drafters.names() if name != "mtp"]
@@ -160,23 +154,19 @@ def test_log_probabilities(kind: str, target: Target) -> None:
     with torch.no_grad():
         logits_TV = target.model(**prompt).logits[0]
     expected = logits_TV.log_softmax(-1)[:-1].gather(1, prompt["input_ids"][0, 1:, None])[:, 0]
-    found = llm.generate(
-        dict(prompt, input_ids=prompt["input_ids"][0]), max_new_tokens=2, prompt_logprobs=0
-    ).prompt_logprobs
+    one = dict(prompt, input_ids=prompt["input_ids"][0])
+    found = llm.generate(one, max_new_tokens=2, prompt_logprobs=0).prompt_logprobs
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in found[1:]]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.quick("changes1-hides tokens: make it without padding")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
-        ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
-        ({"pixel_values": [[0.0]]}, "pixel_values is not a tensor"),
-        ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
-        ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
+    ({"attention_mask": torch.tensor([[0] * 3 + [1] * 30])}, "hides tokens: make it without padding"),
+    ({"pixel_values": [[0.0]]}, "pixel_values is not a tensor"),
+    ({"sounds": torch.zeros(1)}, "LlavaForConditionalGeneration takes no sounds"),
+    ({"pixel_values": torch.zeros(2, 3, 8, 8)}, "cannot read this prompt with pixel_values"),
+])  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     llm = eyas.load(make_model("llava"), method="vanilla", tokenizer=False)
     with pytest.raises(InputError, match=message) as caught:
@@ -189,11 +179,8 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_layers_that_attend_to_images_apart() -> None:
     """Mllama's text attends to an image in layers of its own, at every token; eyas kept the text's keys alone, and
     decoded as if there were no image."""
-    model, image = (
-        mllama(),
-        {"pixel_values": torch.randn(1, 1, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(1, 1).long()},
-    )
-    llm = eyas.load(model, method="vanilla", tokenizer=False)
+    image = {"pixel_values": torch.randn(1, 1, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(1, 1).long()}
+    llm = eyas.load(mllama(), method="vanilla", tokenizer=False)
     prompt = {**text_alone(0), "aspect_ratio_mask": torch.ones(1, 1, 1).long(), **image}
     with pytest.raises(InputError, match="attend to images apart"):
         llm.generate(prompt, max_new_tokens=4)
@@ -249,26 +236,20 @@ def test_messages_with_images(tmp_path: Path) -> None:
     assert llm.generate("What is this?", max_new_tokens=4).text is not None
 
 
-@pytest.mark.quick("part2-only parts of text are read here")
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"type": "image", "path": "no/such.png"}, "message 1: there is no image no/such.png"),
-        ({"type": "image"}, "refuses these messages"),
-        ({"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
-    ],
-)
-def test_messages_that_are_refused(part: dict[str, Any], message: str, tmp_path: Path) -> None:
-    llm = eyas.load(with_processor(tmp_path), "suffix")
+@pytest.mark.quick("*only parts of text are read here")
+@pytest.mark.parametrize(("processor", "part", "message"), [
+    (True, {"type": "image", "path": "no/such.png"}, "message 1: there is no image no/such.png"),
+    (True, {"type": "image"}, "refuses these messages"),
+    (True, {"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
+    (False, {"type": "image", "path": "a.png"}, "give what the model's processor returns"),
+])  # fmt: skip
+def test_messages_that_are_refused(processor: bool, part: dict[str, Any], message: str, tmp_path: Path) -> None:
+    llm = eyas.load(
+        with_processor(tmp_path) if processor else make_model("llava"), "suffix", tokenizer=None if processor else False
+    )
     with pytest.raises(InputError, match=message) as caught:
         llm.generate([{"role": "user", "content": [part]}], max_new_tokens=4)
     assert "\n" not in str(caught.value)
-
-
-def test_targets_without_a_processor() -> None:
-    llm = eyas.load(make_model("llava"), "suffix", tokenizer=False)
-    with pytest.raises(InputError, match="give what the model's processor returns"):
-        llm.generate([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], max_new_tokens=4)
 
 
 @pytest.mark.cover

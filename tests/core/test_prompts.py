@@ -4,12 +4,13 @@ ids, for every method."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
 import torch
 
-import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
 from covers import turn
 from eyas import drafters
@@ -31,11 +32,6 @@ CASES = [*drafters.names(), "eagle2+suffix", "eagle2 by chance"]
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 Setting = tuple[int | None, int, int]  # tokens of prompts per cycle, rows, seed
 LENGTHS = (40, 3, 11, 31, 1, 9)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 @cache
@@ -110,9 +106,8 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("vanilla", "rest", "eagle2 by chance")])
 def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
-    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two
-    chunks. The first drafts of a row whose prompt was read beside running rows are those of a
-    prompt that was read at once."""
+    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two chunks. The first
+    drafts of a row whose prompt was read beside running rows are those of a prompt that was read at once."""
     drafter, prompt = right_now_and_then(name, target), tuple(range(30, 71))
     first = []
     for budget in (None, 6):
@@ -141,10 +136,9 @@ def shared_prompts(target: Target) -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:
-    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter
-    disagree about how many; a row that is copied from is disturbed; what a row held before stays in
-    a text index. Every method has one of the budgets; those that draw their children have whole
-    prompts too."""
+    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how
+    many; a row that is copied from is disturbed; what a row held before stays in a text index. Every method has one of
+    the budgets; those that draw their children have whole prompts too."""
     requests = shared_prompts(target)
     for budget, rows, seed in settings_of(name, (None, 3, 1), (9, 3, 2), (16, 2, 3)):
         tokens, steps = decode(
@@ -159,15 +153,13 @@ def test_prefixes_of_other_rows(name: str, target: Target) -> None:
 def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> None:
     """Bug: each of n samples reads the prompt anew. Drafters of pairs read the last two tokens
     again, the others the last one."""
-    widths: list[int] = []
     decoder = Decoder(target, right_now_and_then(name, target), rows=4, reuse=True, prefill_budget=16)
     for seed in range(4):
         decoder.add(Request(tuple(range(100)), 1, Sampling(1.0, seed=seed)))
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     steps = []
-    while not decoder.finished:
-        steps += decoder.step()
-    hook.remove()
+    with widths_of(target) as widths:
+        while not decoder.finished:
+            steps += decoder.step()
     assert [step.cached_tokens for step in steps] in ([0, 99, 99, 99], [0, 98, 98, 98])
     own_model = name == "small_model"  # its model is the target itself, and reads the same
     assert sum(widths) == (100 + sum(100 - step.cached_tokens for step in steps[1:])) * (1 + own_model)
@@ -213,26 +205,25 @@ def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
 def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
     """Bug: a long prompt stalls the rows that run. In every step at most 8 tokens are read, and the
     running row gets its cycle."""
+    with pytest.raises(OptionError, match="must be 1 or more tokens, auto, or None for whole prompts, got 0"):
+        Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8)
     decoder.add(Request((5,), 60))
     decoder.step()
-    widths: list[int] = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     for prompt in (tuple(range(100)), tuple(range(20))):
         decoder.add(Request(prompt, 1))
-    for _ in range(15):
-        widths.clear()
-        steps = decoder.step()
-        assert widths.pop() == 1, "the cycle of the running row"
-        assert sum(widths) == 8
-        assert any(not step.prefill for step in steps)
-    hook.remove()
+    with widths_of(target) as widths:
+        for _ in range(15):
+            widths.clear()
+            steps = decoder.step()
+            assert widths.pop() == 1, "the cycle of the running row"
+            assert sum(widths) == 8
+            assert any(not step.prefill for step in steps)
 
 
 @pytest.mark.slow
 def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
-    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short
-    ones keep coming."""
+    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short ones keep coming."""
     decoder, budget = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8), 8
     long, waits = decoder.add(Request(tuple(range(160)), 1)), list[int]()
     decoder.step()
@@ -269,10 +260,21 @@ def test_times_of_a_prompt_in_chunks(target: Target) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let decoders measure by `Clock`."""
     for module in ("engine", "prompts"):
         monkeypatch.setattr(f"eyas.core.{module}.StageTimer", Clock)
+    with widths_of(target) as Clock.widths:
+        yield
+
+
+@contextmanager
+def widths_of(target: Target) -> Iterator[list[int]]:
+    """How many tokens each forward of the target reads."""
+    widths: list[int] = []
+    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
+    yield widths
+    hook.remove()
 
 
 class Clock(StageTimer):
@@ -300,10 +302,6 @@ class Clock(StageTimer):
 def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> None:
     """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or
     although no row runs."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
     for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
@@ -315,16 +313,10 @@ def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> 
         done = [step for step in decoder.step() if step.prefill]
         read = 400 if done else next(iter(decoder.prompts.reading.values())).read
         assert read == pytest.approx(min(expected, 400), abs=1)
-    hook.remove()
 
 
 def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
-    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer
-    begins late."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
+    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer begins late."""
     Clock.token, Clock.cycle = 0.001, 0.02
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
     decoder.add(Request(tuple(range(100)), 100))
@@ -333,16 +325,11 @@ def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> 
     for count in (1, 2, 3, 3):  # the last one finds no empty row
         decoder.add(Request(tuple(range(100)) * 4, 1))
         assert decoder.prompts.tokens_per_step == pytest.approx(30 * count, abs=1)
-    hook.remove()
 
 
 def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) -> None:
     """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on
     the same machine wait for it."""
-    Clock.widths = []
-    hook = target.model.model.layers[0].register_forward_hook(
-        lambda m, args, out: Clock.widths.append(args[0].shape[1])
-    )
     Clock.token, Clock.cycle = 0.001, 0.01
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
     decoder.prompts.other_decoders_seconds = 0.03
@@ -353,15 +340,6 @@ def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) 
     assert decoder.prompts.reading[0].read == pytest.approx(MIN_AUTO_BUDGET + 45, abs=1)
     decoder.prompts.other_decoders_seconds = 0.0
     assert len(decoder.step()) == 1
-    hook.remove()
-
-
-def test_a_budget_of_nothing_is_refused(target: Target) -> None:
-    """Bug: a decoder that never reads anything."""
-    with pytest.raises(
-        OptionError, match="prefill_budget must be 1 or more tokens, auto, or None for whole prompts, got 0"
-    ):
-        Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
 
 
 def test_common_prefix() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zoo
 from core.test_dormant import Chance, right_now_and_then, suffix
-from core.test_prompts import CASES, PARAMS, decode, method_of, plain
+from core.test_prompts import CASES, PARAMS, decode, method_of, plain, widths_of
 from covers import turn
 from eyas import drafters
 from eyas.core.dormant import with_policy
@@ -29,11 +29,6 @@ from test_lossless import DRAWN, SAMPLINGS
 from wishes import prediction_of, wish, wished
 
 PROMPTS = ((5,), (11,), tuple(range(20, 49)), (7, 8, 9))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
 
 
 class Forced:
@@ -142,14 +137,11 @@ def test_forced_tokens_are_drafted(name: str, target: Target) -> None:
 def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None:
     """Bug: a tree is drafted, or verified, for rows that want none; with a policy or without. One
     row is off alone, then beside another."""
-    widths: list[int] = []
     for policy in (None, Chance(0, None, suffix(target))):
-        widths.clear()
         drafter = right_now_and_then(name, target)
         decoder = Decoder(target, with_policy(drafter, policy), rows=2)
-        hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
-        run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
-        hook.remove()
+        with widths_of(target) as widths:
+            run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
         own_model = name == "small_model"  # its model is the target itself, and reads the prompts too
         assert sorted(widths) == [1] * 7 + [3] * (1 + own_model) + [4] * (1 + own_model)
 
@@ -165,9 +157,8 @@ def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
 
 @pytest.mark.slow
 def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
-    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came
-    meanwhile. While it sleeps, cycles are labelled, and afterwards it drafts as if it had never
-    slept (tests/core/test_dormant.py)."""
+    """Bug: the head drafts a tree although the prediction is followed; or it has not read what came meanwhile. While it
+    sleeps, cycles are labelled, and afterwards it drafts as if it had never slept (tests/core/test_dormant.py)."""
     request = Request(PROMPTS[2], 60)
     answer = plain(target, request)
     text = (*answer[:40], *reversed(answer[40:]))
@@ -181,9 +172,6 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
     assert max(len(step.tokens) for step in steps) == 17
 
 
-# --- the place in a prediction
-
-
 def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
     for token in tokens:
         prediction.read(token)
@@ -191,8 +179,7 @@ def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
 
 
 def test_a_prediction_is_followed() -> None:
-    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or
-    more than there is."""
+    """Bug: the first tokens are not drafted, or too few of a text that is followed for long, or more than there is."""
     text = list(range(100, 160))
     prediction = Prediction(text, 16)
     assert follow(prediction, []) == [text[:8]]
@@ -203,9 +190,8 @@ def test_a_prediction_is_followed() -> None:
 
 
 def test_a_prediction_finds_its_place_again() -> None:
-    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it
-    does not. A token in the place of another, an insertion, a deletion, a repetition whose nearest
-    place is meant."""
+    """Bugs: after a change nothing is drafted any more; or the text goes on at a place where it does not. A token in
+    the place of another, an insertion, a deletion, a repetition whose nearest place is meant."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 11, 12, 13, 14]
     assert follow(Prediction(text, 16), [1, 2, 99]) == [[4, 5, 6, 7], [3, 4, 5, 6]]
     assert follow(Prediction(text, 16), [1, 2, 99, 4]) == [[5, 6, 7, 8]], "the nearer 4"
@@ -236,9 +222,6 @@ def test_a_place_is_that_of_the_longest_match() -> None:
                 assert text[prediction.position - 1] == token
 
 
-# --- limits
-
-
 def test_the_most_probable_nodes_are_kept() -> None:
     """Bug: a node is kept without its parent, or a less probable one in its place."""
     acceptable_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
@@ -249,20 +232,14 @@ def test_the_most_probable_nodes_are_kept() -> None:
 
 
 def test_sampled_nodes_are_kept_by_their_place() -> None:
-    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens,
-    scores and candidates keep the same nodes: parents before children, siblings in the order of
-    their draws."""
+    """Bug: what was drawn decides which node is tested. Two trees of one shape with other tokens, scores and candidates
+    keep the same nodes: parents before children, siblings in the order of their draws."""
     parents, generator = torch.tensor([[-1, 0, 0, 1, 1, 2]]), torch.Generator().manual_seed(0)
     for most in range(7):
         found = set()
         for _ in range(5):
-            tree = Tree.build(parents, 2)
-            draft = Draft(
-                tree,
-                torch.randint(9, (1, 6), generator=generator),
-                -torch.rand(1, 6, generator=generator),
-                torch.rand(1, 6, 9),
-            )
+            tokens, log_q = torch.randint(9, (1, 6), generator=generator), -torch.rand(1, 6, generator=generator)
+            draft = Draft(Tree.build(parents, 2), tokens, log_q, torch.rand(1, 6, 9))
             found.add(tuple(limit_nodes(draft, (most,)).tree.acceptable_BN[0].int().tolist()))
         (kept,) = found
         assert sum(kept) == min(most, 5) + 1

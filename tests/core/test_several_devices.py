@@ -28,7 +28,6 @@ from test_lossless import DRAWN, make
 from toy_tokenizer import VOCAB, byte_tokenizer
 
 pytest.importorskip("accelerate", reason="device maps need accelerate")
-
 from two_devices import FIRST, SECOND, dispatched, halves, two_gpus
 
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {**zoo.FAMILIES, **zoo.HYBRIDS}
@@ -56,9 +55,7 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
         decoder = Decoder(drafter.target, drafter, rows, reuse=True)
         texts, steps = run(decoder, [request for request, _ in cases])
         assert texts == [text for _, text in cases], "other ids than plain decoding"
-        assert name != "oracle" or len(steps) < 0.6 * sum(map(len, texts)), (
-            "its paths must be accepted, or this proves little"
-        )
+        assert name != "oracle" or len(steps) < 0.6 * sum(map(len, texts)), "its paths must be accepted"
         session = decoder.target_session
         for k, layer in enumerate(target.family.layers):
             if session.cache.stores_of(k):
@@ -72,32 +69,19 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
 
 @pytest.mark.cover(family=1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("lfm2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
 def test_long_paths(family: str) -> None:
     """Nodes behind branches are accepted, so that keys and values move."""
     check("oracle", family, rows=3)
 
 
-def slow(names: list[str], quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
 @pytest.mark.cover(name=5)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow([n for n in drafters.names() if n != "self_speculative"], ("eagle3", "suffix")))
+@pytest.mark.parametrize("name", [n for n in drafters.names() if n != "self_speculative"])
 def test_every_method(name: str) -> None:
     """Greedy and sampled requests, in three rows that are used again."""
     decoder = check(name, "llama", rows=3)
     assert list(decoder.target_session.cache.bytes_by_device(1)) == [FIRST, SECOND]
-
-
-@pytest.mark.cover(name=1)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle2", "suffix"])
-def test_one_row(name: str) -> None:
-    check(name, "llama", rows=1)
 
 
 @pytest.mark.cover(family=2)
@@ -134,8 +118,7 @@ def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
 
 
 def test_caches_hold_the_same() -> None:
-    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on
-    one device."""
+    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on one device."""
     layout: Layout = ((2, 4, 4), (2, 4, 4), None, (1, 6, 4), (2, 4, 4), (1, 6, 4))
     places = (FIRST, SECOND, None, FIRST, SECOND, SECOND)
     with two_gpus():
@@ -206,9 +189,8 @@ def test_chats_and_generate() -> None:
         model = dispatched(zoo.tiny("llama", vocab_size=VOCAB, seed=4), halves(whole))
         assert chatted(model) == alone
         given = ids.to(FIRST)
-        assert torch.equal(
-            model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed")).cpu(), expected
-        )
+        ours = model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed"))
+        assert torch.equal(ours.cpu(), expected)
         eyas.attach(model, "suffix", tree="fixed")
         assert torch.equal(model.generate(given, **asked).cpu(), expected)
 
@@ -219,9 +201,7 @@ def test_no_recordings() -> None:
         target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
         with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers are on several devices"):
             assert runners.with_fastest_runner(target, "on").runner.name == "model"
-        with pytest.raises(
-            OptionError, match="weights int8 are for the compiled kernels, and there are none for this model"
-        ):
+        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, and there are none for"):
             runners.with_fastest_runner(target, weights="int8")
 
 
@@ -232,10 +212,8 @@ def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> 
     with two_gpus():
         session = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]()))).open(1)
         monkeypatch.setattr(KVCache, "reserve", none_left)
-        with pytest.raises(
-            FitError,
-            match=r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit",
-        ):
+        said = r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit"
+        with pytest.raises(FitError, match=said):
             session.reserve(100_000_000)
 
 
@@ -247,14 +225,12 @@ class Hook:
 
 
 def test_what_stays_refused() -> None:
-    """Layers on two devices without a hook that brings the logits back, layers in parts, and
-    weights without values."""
+    """Layers on two devices without a hook that brings the logits back, layers in parts, and weights without values."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for place, module in enumerate(model):
         module._hf_hook = Hook(place)  # type: ignore[assignment]
-    with pytest.raises(
-        ModelError, match="lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole"
-    ):
+    said = "lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole"
+    with pytest.raises(ModelError, match=said):
         device_of(model)
     with pytest.raises(ModelError, match="lies on meta, where weights have no values: load it with its weights"):
         device_of(nn.Linear(2, 2, device="meta"))

@@ -51,8 +51,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.quick("mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_prefill_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut,
-    windows included."""
+    """Guards chunk boundaries: logits and features must not depend on how the prompt is cut, windows included."""
     target, prompt = Target(zoo.FAMILIES[family]()), ids(50)
     found = []
     for chunk in (512, 7, 1):
@@ -100,9 +99,8 @@ def test_refusal_with_the_numbers() -> None:
     """Guards against a request that dies half way."""
     session = Target(zoo.FAMILIES["llama"]()).open(1)
     session.check_fit(500, 12)
-    with pytest.raises(
-        FitError, match=r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"
-    ):
+    said = r"500 prompt tokens \+ 13 new tokens = 513 .* context of 512: ask for at most 12"
+    with pytest.raises(FitError, match=said):
         session.check_fit(500, 13)
     with pytest.raises(FitError, match="600 tokens, the target's context is 512"):
         session.check_fit(600, 1)
@@ -129,22 +127,19 @@ def test_what_is_picked() -> None:
 
 
 def test_fingerprint() -> None:
-    """Guards the warning about a head of another target: other weights, other name; same weights,
-    same name."""
+    """Guards the warning about a head of another target: other weights, other name; same weights, same name."""
     a, b = zoo.FAMILIES["llama"](), zoo.FAMILIES["llama"]()
     assert fingerprint(Target(a)) == fingerprint(Target(b))
+    head = b.lm_head.weight
     with torch.no_grad():
-        b.lm_head.weight.add_(
-            torch.randn(b.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * b.lm_head.weight.std()
-        )
+        head.add_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)) * head.std())
     assert not has_fingerprint(Target(b), fingerprint(Target(a)))
     assert has_fingerprint(Target(zoo.FAMILIES["llama"]().half()), fingerprint(Target(a)))
     assert has_fingerprint(Target(zoo.FAMILIES["llama"]().bfloat16()), fingerprint(Target(a)))
 
 
 def test_cache_commit_and_growth() -> None:
-    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps
-    what is stored."""
+    """Guards per-row commits: accepted nodes move behind their own row's tokens, and growth keeps what is stored."""
     cache = KVCache(((2, 4, 4),), 2, torch.float32, torch.device("cpu"))
     length_B = torch.tensor([3, 5])
     keys = torch.arange(2 * 6).view(2, 1, 6, 1).expand(2, 2, 6, 4).float()
@@ -203,6 +198,5 @@ def test_level_by_level_equals_one_pass(family: str) -> None:
     other = target.open(2)
     for row, length in enumerate((9, 30)):
         other.prefill(row, [*ids(length, row), *tokens[row, : 2 + row].tolist()])
-    torch.testing.assert_close(
-        parts.forward(tokens, tree).logits_BNV, other.forward(tokens, tree).logits_BNV, atol=1e-4, rtol=1e-4
-    )
+    found, expected = (session.forward(tokens, tree).logits_BNV for session in (parts, other))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

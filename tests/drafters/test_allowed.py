@@ -14,14 +14,13 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
-from reference import plain_decode
+from reference import plain_decode, run
 from test_lossless import make
 from wishes import wished
 
 
 class Alternating:
-    """A toy constraint: after an even token an odd one must come, and after an odd one an even one;
-    it never ends."""
+    """A toy constraint: after an even token an odd one must come, and after an odd one an even one; it never ends."""
 
     def __init__(self, vocab: int, fails: bool = False) -> None:
         self.vocab, self.fails, self.accepted = vocab, fails, 0
@@ -52,8 +51,7 @@ class Alternating:
     ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dflash2", "dspark", "pard", "peagle", "mtp"],
 )
 def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
-    """Guards the masks of growing trees, at every level: no candidate stands where the target gives
-    it no chance."""
+    """Guards the masks of growing trees, at every level: no candidate stands where the target gives it no chance."""
     target = Target(zoo.tiny("llama"))
     drafted = 0
 
@@ -65,14 +63,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
             assert scores_BNV[0, int(tree.parents_BN[0, node]), int(draft.tokens_BN[0, node])] > -torch.inf
 
     request = wished((5, 8, 3), 20, sampling, constraint=Alternating(zoo.VOCAB))
-    decoder = Decoder(target, make(name, target), watch=watch)
-    decoder.add(request)
-    tokens = [
-        token
-        for step in iter(lambda: decoder.step() if not decoder.finished else None, None)
-        for s in step
-        for token in s.tokens
-    ]
+    ((tokens,), _) = run(Decoder(target, make(name, target), watch=watch), [request])
     assert drafted > 20
     assert all((a + b) % 2 for a, b in zip([3, *tokens], tokens, strict=False))
     if sampling.greedy:
@@ -80,8 +71,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
 
 
 def test_a_constraint_that_fails_ends_its_request_only() -> None:
-    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported
-    by verification."""
+    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported by verification."""
     target = Target(zoo.tiny("llama"))
     decoder = Decoder(target, make("eagle2", target), rows=2)
     bad = decoder.add(wished((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))

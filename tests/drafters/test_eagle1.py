@@ -38,10 +38,8 @@ def layer_at(layer: DecoderLayer, x_TD: Tensor) -> Tensor:
     """One decoder layer over a whole sequence, by hand."""
     attention, T = layer.attention, len(x_TD)
     q_THh = attention.query(x_TD, torch.arange(T))
-    k_THh, v_THh = (
-        x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1)
-        for x in attention.rotated_key_value(x_TD, torch.arange(T))
-    )
+    pair = attention.rotated_key_value(x_TD, torch.arange(T))
+    k_THh, v_THh = (x.repeat_interleave(q_THh.shape[1] // x.shape[1], dim=1) for x in pair)
     scores_HTT = torch.einsum("thd,shd->hts", q_THh, k_THh) * q_THh.shape[-1] ** -0.5
     causal_TT = torch.arange(T)[:, None] >= torch.arange(T)
     law_HTT = scores_HTT.masked_fill(~causal_TT, -torch.inf).softmax(-1)
@@ -56,10 +54,8 @@ def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -
     while True:
         f_SD = torch.stack(known[: len(tokens) - 1])
         here_SD, next_SD = e_TD[: len(f_SD)], e_TD[1 : len(f_SD) + 1]
-        read = {"shifted": [next_SD, f_SD], "unshifted": [here_SD, f_SD], "feature": [f_SD], "token": [next_SD]}[
-            net.inputs
-        ]
-        out_SD = layer_at(net.layer, net.fc(torch.cat(read, -1)))
+        inputs = {"shifted": [next_SD, f_SD], "unshifted": [here_SD, f_SD], "feature": [f_SD], "token": [next_SD]}
+        out_SD = layer_at(net.layer, net.fc(torch.cat(inputs[net.inputs], -1)))
         if len(out_SD) == len(tokens) - 1:
             return out_SD[-1]
         known.append(out_SD[-1])
@@ -94,9 +90,8 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
                 path, node = list[int](), parent
                 while node >= 0:
                     path, node = [drafted[node], *path], parents[node]
-                logq_V = target.head(foretold(drafter.net, target, [*before, *path], features[b][:place])).log_softmax(
-                    -1
-                )
+                hidden_D = foretold(drafter.net, target, [*before, *path], features[b][:place])
+                logq_V = target.head(hidden_D).log_softmax(-1)
                 laws.setdefault((number, b, len(path)), []).append(logq_V)
                 for n in (n for n in range(1, len(parents)) if parents[n] == parent):
                     torch.testing.assert_close(draft.log_q_BN[b, n], logq_V[drafted[n]], rtol=1e-3, atol=1e-3)
@@ -112,8 +107,7 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_the_loss(target: Target, inputs: str) -> None:
-    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that
-    of a plain loop."""
+    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that of a plain loop."""
     drafter, batch, total = (
         make("eagle1", target, **{"head.inputs": inputs}),
         heads.batch_of(target, target.num_layers),
@@ -123,9 +117,8 @@ def test_the_loss(target: Target, inputs: str) -> None:
     counted = heads.predictions(batch, 1)
     for _, t, goal in counted:
         begin = max(b for b in begins if b <= t)
-        predicted_D = foretold(
-            drafter.net, target, batch.tokens_N[begin : t + 2].tolist(), batch.features_NF[begin : t + 1]
-        )
+        tokens, features_TF = batch.tokens_N[begin : t + 2].tolist(), batch.features_NF[begin : t + 1]
+        predicted_D = foretold(drafter.net, target, tokens, features_TF)
         true_D = batch.features_NF[goal - 1]
         law_loss = F.cross_entropy(target.head(predicted_D)[None], target.head(true_D).softmax(-1)[None])
         total += float((F.smooth_l1_loss(predicted_D, true_D) + 0.1 * law_loss).detach())
@@ -133,8 +126,6 @@ def test_the_loss(target: Target, inputs: str) -> None:
     assert int(loss.count) == len(counted)
     assert float(loss.total.detach()) == pytest.approx(total, rel=1e-4)
 
-
-# --- lossless ----------------------------------------------------------------------------------------------------------------------------
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),
@@ -159,9 +150,6 @@ def test_same_text_as_plain_decoding(
     for (request, expected), got in zip(answered, tokens, strict=True):
         drawn = method == "eagle1" and options.get("tree.noise") != "coupled" and not request.sampling.greedy
         assert got == (run(Decoder(target, drafter, 1), [request])[0][0] if drawn else expected)
-
-
-# --- trained and stored ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cover(inputs=2)
@@ -202,8 +190,7 @@ def test_what_is_published(tmp_path: Path, target: Target) -> None:
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])
 def test_unknown_inputs_are_refused(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards against a head of a later version, or a misspelt one, that would be read as another;
-    in one line."""
+    """Guards against a head of a later version, or a misspelt one, that would be read as another; in one line."""
     checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["eyas"]["inputs"] = inputs + "s"

@@ -53,9 +53,8 @@ def theirs(target: Target, **more: Any) -> Any:
     """transformers' own assistant for this target, with random weights: three layers, the window
     smaller than the target's."""
     unified = "Unified" if "unified" in target.family.model_type else ""
-    config_class, model_class = (
-        getattr(transformers, f"Gemma4{unified}Assistant{part}") for part in ("Config", "ForCausalLM")
-    )
+    names = [f"Gemma4{unified}Assistant{part}" for part in ("Config", "ForCausalLM")]
+    config_class, model_class = (getattr(transformers, name) for name in names)
     text = {
         "vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4, "head_dim": 12,
@@ -69,9 +68,8 @@ def theirs(target: Target, **more: Any) -> Any:
     model = model_class(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            torch.nn.init.normal_(
-                weight, 1.0 if weight.ndim == 1 and "norm" in name else 0.0, 0.2 if weight.ndim == 1 else 0.3
-            )
+            mean = 1.0 if weight.ndim == 1 and "norm" in name else 0.0
+            torch.nn.init.normal_(weight, mean, 0.2 if weight.ndim == 1 else 0.3)
         if model.masked_embedding is not None:
             model.masked_embedding.token_ordering.copy_(torch.randperm(target.vocab_size))
     return model
@@ -101,9 +99,8 @@ def loaded(target: Target, folder: Path) -> gemma4_assistant.Method:
     ids=["whole head", "clusters", "unified"],
 )
 def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size,
-    uncommitted slots seen, angles of another position, the second step reading the wrong hidden,
-    clusters in another order."""
+    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size, uncommitted slots
+    seen, angles of another position, the second step reading the wrong hidden, clusters in another order."""
     target = Target(zoo.FAMILIES[family]() if family in zoo.FAMILIES else unified())
     model = theirs(target, **more)
     made = loaded(target, published(model, tmp_path))
@@ -134,9 +131,8 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
         assert hidden is not None
         onward = made.net.next_hidden(hidden)
         both = made._read(seen, roots, torch.tensor([[root, child]]), onward.expand(-1, 2, -1))
-        assert torch.allclose(both[:, :1], made._read(seen, roots, torch.tensor([[root]]), onward), atol=1e-5), (
-            "nodes see no other node"
-        )
+        alone = made._read(seen, roots, torch.tensor([[root]]), onward)
+        assert torch.allclose(both[:, :1], alone, atol=1e-5), "nodes see no other node"
 
 
 @pytest.mark.slow
@@ -175,14 +171,6 @@ def test_a_row_is_drafted_for_as_it_is_alone() -> None:
     assert together.items() <= alone.items()
 
 
-def test_the_method_is_found_by_its_format(tmp_path: Path) -> None:
-    """Bug: an assistant, whose tensors are a language model's, is taken for a draft model."""
-    target = Target(zoo.FAMILIES["gemma4"]())
-    net = gemma4_assistant.Method.random(target, seed=1).net
-    assert checkpoints.load(written(net, target, tmp_path)).method == "gemma4_assistant"
-    assert drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
-
-
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     """The folder of a net of eyas' own making; `changes`: of config.json."""
     text = {**net.text.to_dict(), "model_type": "gemma4_text"} | changes.pop("text", {})
@@ -190,35 +178,31 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
         "model_type": "gemma4_assistant",
         "text_config": text,
         "backbone_hidden_size": target.hidden_size,
-    } | changes
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"},
-        folder / "model.safetensors",
-    )
+    tensors = {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backbone_hidden_size": 7}, "for a target of hidden size 7"),
-        ({"text_config": {}}, "no text_config"),
-        ({"backbone_hidden_size": "x"}, "backbone_hidden_size"),
-        ({**CLUSTERS, "num_centroids": 7}, "do not divide a vocabulary"),
-        ({**CLUSTERS, "num_centroids": None}, "makes no assistant"),
-        (CLUSTERS, "missing masked_embedding"),
-        ({"text": {"num_hidden_layers": 10**9}}, "config.json counts 1000000000 layers"),
-        ({"text": {"intermediate_size": 10**9}}, "should be"),
-        ({"text": {"hidden_size": "x"}}, "makes no assistant"),
-        ({"text": {"layer_types": [5]}}, "makes no assistant"),
-        ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
-        ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
-        ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
-        ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
-        ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"backbone_hidden_size": 7}, "for a target of hidden size 7"),
+    ({"text_config": {}}, "no text_config"),
+    ({"backbone_hidden_size": "x"}, "backbone_hidden_size"),
+    ({**CLUSTERS, "num_centroids": 7}, "do not divide a vocabulary"),
+    ({**CLUSTERS, "num_centroids": None}, "makes no assistant"),
+    (CLUSTERS, "missing masked_embedding"),
+    ({"text": {"num_hidden_layers": 10**9}}, "config.json counts 1000000000 layers"),
+    ({"text": {"intermediate_size": 10**9}}, "should be"),
+    ({"text": {"hidden_size": "x"}}, "makes no assistant"),
+    ({"text": {"layer_types": [5]}}, "makes no assistant"),
+    ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
+    ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
+    ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
+    ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
+    ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),
+])  # fmt: skip
 def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Bugs: an assistant of another target drafts nonsense, or a damaged one ends in a traceback."""
     target = Target(zoo.FAMILIES["gemma4"]())
@@ -232,8 +216,9 @@ def test_other_targets(tmp_path: Path) -> None:
     """Bugs: an assistant of a Gemma 4 is loaded for a model whose keys have other sizes; a target
     without keys ends in a traceback."""
     target, other = Target(zoo.FAMILIES["gemma4"]()), Target(zoo.FAMILIES["llama"]())
-    net = gemma4_assistant.Method.random(target, seed=1).net
+    folder = written(gemma4_assistant.Method.random(target, seed=1).net, target, tmp_path)
+    assert checkpoints.load(folder).method == drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
     with pytest.raises(CheckpointError, match=r"made for another model|no layer of the target"):
-        loaded(other, written(net, target, tmp_path))
+        loaded(other, folder)
     with pytest.raises(ModelError, match="no layers whose keys an assistant could read"):
         gemma4_assistant.Method.random(Target(zoo.FAMILIES["deepseek_v3"]()))

@@ -1,5 +1,4 @@
-"""Parity with what the reference implementations computed (../shared/golden; skipped where that is
-absent)."""
+"""Parity with what the reference implementations computed (../shared/golden; skipped where that is absent)."""
 
 from __future__ import annotations
 
@@ -31,16 +30,10 @@ def cases(name: str) -> list[dict[str, Any]]:
 
 def drafter_of(method: str, case: dict[str, Any]) -> Drafter:
     kind, p = drafters.find(method), case["params"]
-    tree = (
-        {
-            "tree.nodes": p["total_token"],
-            "tree.depth": p["depth"] + 1,
-            "tree.branch": p["top_k"],
-            "tree.confidence_temperature": 1,
-        }
-        if p
-        else {}
-    )
+    tree: dict[str, Any] = {}
+    if p:
+        tree = {"tree.nodes": p["total_token"], "tree.depth": p["depth"] + 1, "tree.branch": p["top_k"]}
+        tree["tree.confidence_temperature"] = 1
     if method == "seagle":
         size = case["window_size"] if case["enable_seagle"] else None
         tree |= {"window.size": size, "window.sink": case["sink_size"], "window.crop": "none"}
@@ -53,9 +46,8 @@ ALL = [(m, c) for m, f in FILES.items() for c in cases(f)]
 
 
 def duplicates_slots(case: dict[str, Any], context: int) -> bool:
-    """Whether the reference's window holds some slots twice in a cycle that begins with `context`
-    committed tokens: it trims as soon as the window is exceeded, to sink + window slots (facts,
-    section 8). Ours holds each once."""
+    """Whether the reference's window holds some slots twice in a cycle that begins with `context` committed tokens: it
+    trims as soon as the window is exceeded, to sink + window slots (facts, section 8). Ours holds each once."""
     return bool(case.get("enable_seagle")) and case["window_size"] < context < case["window_size"] + case["sink_size"]
 
 

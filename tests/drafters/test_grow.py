@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.test_verify import ToyModels, net_of, roots_of
+from core.test_verify import ToyModels, net_of, prefixes, roots_of
 from eyas.core.adjustments import Adjustments
 from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
-from eyas.core.tree import Draft
 from eyas.core.verify import verify
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters.eagle1 import Method, Options, StaticTree
@@ -36,15 +35,6 @@ def seeds_of(sampling: Sampling, count: int) -> list[Sampling]:
     return [replace(sampling, seed=s) for s in range(count)]
 
 
-def prefixes(world: ToyModels, start_B: Tensor, draft: Draft) -> Tensor:
-    """The prefix of each node; 0 where it would be longer than the world."""
-    prefix_BN = start_B[:, None].repeat(1, draft.tree.nodes)
-    for n in range(1, draft.tree.nodes):
-        parent_B = prefix_BN.gather(1, draft.tree.parents_BN[:, n, None])[:, 0]
-        prefix_BN[:, n] = world.child(parent_B, draft.tokens_BN[:, n])
-    return torch.where(prefix_BN < len(world.p_IV), prefix_BN, 0)
-
-
 def in_other_words(net_steps: DraftNetSteps, ids_v: Tensor) -> DraftNetSteps:
     """The same draft with a vocabulary of its own: the tokens `ids_v`, in that order."""
     return replace(net_steps, head=lambda hidden: net_steps.head(hidden)[..., ids_v], draft_ids_v=ids_v)
@@ -54,9 +44,8 @@ def in_other_words(net_steps: DraftNetSteps, ids_v: Tensor) -> DraftNetSteps:
 @pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
-    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best
-    chain is what will be drawn, to its end. 32 seeds at different positions; near-ties within
-    float32: odds 1e-5."""
+    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will
+    be drawn, to its end. 32 seeds at different positions; near-ties within float32: odds 1e-5."""
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
     noise = GumbelNoise.from_sampling(kinds)
@@ -71,9 +60,7 @@ def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -
     assert verdict.length_B.tolist() == [4] * 32
     unaware = grow_dynamic(net_of(world, start_B), roots, DynamicTree(nodes=4, depth=3, branch=1, noise="none"))
     verdict = verify(unaware, world.scores_IV[prefixes(world, start_B, unaware)], root_B, noise)
-    assert verdict.length_B.float().mean() < 3.5, (
-        "a draft that does not look at the noise must miss, or this test proves little"
-    )
+    assert verdict.length_B.float().mean() < 3.5, "a draft that does not look at the noise must miss"
 
 
 def slow_grow(
@@ -108,13 +95,8 @@ def slow_grow(
             for confidence, _, token in children(prefix, depth):
                 log_confidence = -math.inf if depth and value <= threshold else confidence
                 drafted.append((value + log_confidence, token, parent))
-                found.append(
-                    (
-                        value + log_confidence if shape.expand == "value" else log_confidence,
-                        len(drafted) - 1,
-                        prefix * world.vocab + token + 1,
-                    )
-                )
+                key = value + log_confidence if shape.expand == "value" else log_confidence
+                found.append((key, len(drafted) - 1, prefix * world.vocab + token + 1))
         found.sort(key=lambda x: (-x[0], x[1]))
         level = [(place, prefix, drafted[place][0]) for _, place, prefix in found[: min(shape.branch, world.vocab)]]
         beams += [place for place, _, _ in level]
@@ -142,15 +124,13 @@ def slow_world() -> ToyModels:
     [pytest.param(*way, marks=[pytest.mark.slow] if number % 2 else []) for number, way in enumerate(HALF)],
 )
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, temperature: float) -> None:
-    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes,
-    parents, tokens, padding. Odds of a near-tie that float32 sums in another order: 1e-4,
-    seeded."""
+    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens,
+    padding. Odds of a near-tie that float32 sums in another order: 1e-4, seeded."""
     world, shape = slow_world(), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
-    draft = grow_dynamic(
-        net_of(world, start_B), roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds), shape
-    )
+    roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds)
+    draft = grow_dynamic(net_of(world, start_B), roots, shape)
     padded = 0
     for b, kind in enumerate(kinds):
         parents, tokens, candidates = slow_grow(world, int(start_B[b]), int(root_B[b]), kind, shape)
@@ -168,14 +148,10 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
     alone, with noise and without."""
     world, start_B, root_B = ToyModels(5, 5, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
-    found = [
-        grow_dynamic(
-            net_of(world, start_B),
-            roots_of(world, start_B, root_B, GumbelNoise.from_sampling(k), k),
-            DynamicTree(12, 4, 3, noise),
-        )
-        for k, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none"))
-    ]
+    found = []
+    for some, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none")):
+        roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(some), some)
+        found.append(grow_dynamic(net_of(world, start_B), roots, DynamicTree(12, 4, 3, noise)))
     for other in found[1:]:
         for b in (0, 2):
             assert torch.equal(found[0].tree.parents_BN[b], other.tree.parents_BN[b])
@@ -186,16 +162,12 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
 
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
-    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by.
-    Deterministic."""
+    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
     kind = Sampling(temperature=0.7, top_k=4)
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)
-    draft = grow_dynamic(
-        net_of(world, start_B),
-        roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds),
-        DynamicTree(15, 3, 3),
-    )
+    roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(kinds), kinds)
+    draft = grow_dynamic(net_of(world, start_B), roots, DynamicTree(15, 3, 3))
     prefix_BN = prefixes(world, start_B, draft)
     q_BV = world.q_IV[prefix_BN.gather(1, draft.tree.parents_BN.clamp(min=0))].log()
     expected_BN = q_BV.gather(2, draft.tokens_BN[..., None])[..., 0].float()

@@ -126,17 +126,14 @@ def test_no_deeper_than_trained(target: Target) -> None:
     assert max(int(step.draft.tree.depth_BN.max()) for step in steps if step.draft is not None) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head.levels": 0}, "head"),
-        ({"head.depth": 0}, "head"),
-        ({"head.mask_token": -1}, "head"),
-        ({"head.mask_token": 160}, "160 embeddings"),
-        ({"train.decay": 0}, "train.decay"),
-        ({"train.objective": "tokens"}, "train.objective"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"head.levels": 0}, "head"),
+    ({"head.depth": 0}, "head"),
+    ({"head.mask_token": -1}, "head"),
+    ({"head.mask_token": 160}, "160 embeddings"),
+    ({"train.decay": 0}, "train.decay"),
+    ({"train.objective": "tokens"}, "train.objective"),
+])  # fmt: skip
 def test_impossible_options(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         made("peagle", target, **options)
@@ -159,9 +156,8 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
     accepted, and it is read back."""
     kind: Any = drafters.find(name)
-    options = build_options(
-        kind.Options, {**SMALL, "head.depth": 2, **({"head.levels": 3} if name == "peagle" else {"ttt.steps": 3})}
-    )
+    steps = {"head.levels": 3} if name == "peagle" else {"ttt.steps": 3}
+    options = build_options(kind.Options, {**SMALL, "head.depth": 2, **steps})
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)

@@ -19,9 +19,8 @@ def test_a_random_eagle3_drafts_as_many_tokens_as_published_heads(monkeypatch: p
     """Bug: a head over the target's whole vocabulary, four times the bytes of a published one, in
     every level that is timed."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find("eagle3")
-    assert kind.random(target, build_options(kind.Options, OPTIONS)).draft_ids_v is None, (
-        "a small vocabulary is drafted whole"
-    )
+    own = build_options(kind.Options, OPTIONS)
+    assert kind.random(target, own).draft_ids_v is None, "a small vocabulary is drafted whole"
     monkeypatch.setattr(eagle3, "MAX_DRAFT_VOCABULARY", 32)
     for options, size in ((OPTIONS, 32), ({**OPTIONS, "head.draft_vocab": 50}, 50)):
         head = kind.random(target, build_options(kind.Options, options))
@@ -29,15 +28,8 @@ def test_a_random_eagle3_drafts_as_many_tokens_as_published_heads(monkeypatch: p
         assert head.net.head.out_features == len(set(ids)) == size
         assert ids == sorted(ids)
         assert ids[-1] >= zoo.VOCAB - zoo.VOCAB / size - 1, "spread over the vocabulary"
-    assert (
-        kind.random(
-            target, build_options(kind.Options, OPTIONS), draft_ids_v=torch.tensor([3, 5])
-        ).net.head.out_features
-        == 2
-    )
-    assert kind.init_for_training(target, build_options(kind.Options, OPTIONS)).draft_ids_v is None, (
-        "a new head's tokens come from data"
-    )
+    assert kind.random(target, own, draft_ids_v=torch.tensor([3, 5])).net.head.out_features == 2
+    assert kind.init_for_training(target, own).draft_ids_v is None, "a new head's tokens come from data"
 
 
 def test_weights_are_made_on_the_device() -> None:

@@ -51,26 +51,21 @@ def test_scores_are_those_of_transformers(name: str, kind: type[Attention]) -> N
     plain.load_state_dict(tensors)
     x, position = torch.randn(1, 9, 48), torch.arange(9)[None] * 40
     zero = torch.zeros_like(position)
-    q, k = plain.query(x, zero), rope(_keys(plain, x), zero, plain.frequency(x.device))
+    q, k = plain.query(x, zero), rope(plain.key_value(x)[0], zero, plain.frequency(x.device))
     cos, sin = LlamaRotaryEmbedding(config)(x, position)
     q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     target = Target(zoo.tiny("llama"))
     net = torch.nn.ModuleDict({"attention": kind(made)})
-    loaded = load_tensors(
-        net, Weights("", {}, {f"attention.{key}": value for key, value in tensors.items()}, ""), target
-    )
+    named = {f"attention.{key}": value for key, value in tensors.items()}
+    loaded = load_tensors(net, Weights("", {}, named, ""), target)
     own: Any = loaded["attention"]
     own_q = own.query(x, position).transpose(1, 2)
-    own_k = rope(_keys(own, x), position, own.frequency(x.device)).transpose(1, 2)
+    own_k = rope(own.key_value(x)[0], position, own.frequency(x.device)).transpose(1, 2)
     scores, theirs = (a @ b.repeat_interleave(2, 1).mT for a, b in ((own_q, own_k), (q, k)))
     torch.testing.assert_close(scores, theirs, atol=1e-3, rtol=1e-4)
     saved = saved_head("", {}, loaded, target).tensors
-    for key, value in tensors.items():
-        torch.testing.assert_close(saved[f"attention.{key}"], value)
-
-
-def _keys(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    return attention.key_value(x)[0]
+    for name, value in named.items():
+        torch.testing.assert_close(saved[name], value)
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is
-loaded and trained."""
+"""small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is loaded and trained."""
 
 from __future__ import annotations
 
@@ -82,9 +81,8 @@ TREES: tuple[dict[str, Any], ...] = (
 def test_chosen_trees_give_the_ids_of_plain_decoding(options: dict[str, Any], target: Target) -> None:
     """Guards every shape at any temperature, in a batch whose rows are of different ages."""
     requests = [Request(prompt(4 + 7 * i, i), 14 - i, SAMPLINGS[i % 3]) for i in range(4)]
-    tokens, _ = run(
-        Decoder(target, make(target, Target(zoo.tiny("llama", seed=0, num_hidden_layers=2)), **options), 2), requests
-    )
+    draft = Target(zoo.tiny("llama", seed=0, num_hidden_layers=2))
+    tokens, _ = run(Decoder(target, make(target, draft, **options), 2), requests)
     assert tokens == [plain_decode(target.model, r) for r in requests]
 
 
@@ -127,9 +125,8 @@ def test_confidence_ends_a_row_alone(target: Target, monkeypatch: pytest.MonkeyP
         ended += first < 5
     assert ended
     session, calls = drafter.open(1), list[int]()
-    monkeypatch.setattr(
-        session.model, "extend", lambda tokens, *rest, to=session.model.extend: (calls.append(1), to(tokens, *rest))[1]
-    )
+    extend = session.model.extend
+    monkeypatch.setattr(session.model, "extend", lambda *given: (calls.append(1), extend(*given))[1])
     monkeypatch.setattr(drafter, "open", lambda rows: session)
     _, steps = run(Decoder(target, drafter), [Request(prompt(9), 20)])
     assert len(calls) < 5 * sum(not step.prefill for step in steps)
@@ -149,9 +146,6 @@ def test_a_chat_goes_on_where_the_draft_stands(target: Target) -> None:
         history = [*history, *tokens[0], *prompt(3 + 7 * turn, turn)] if turn != 2 else history[:12]
 
 
-# --- vocabularies ----------------------------------------------------------------------------------------------------------------------
-
-
 def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
     zoo.tiny("llama", vocab_size=size, eos_token_id=1, **more).save_pretrained(path)
     if tokenizer is not None:
@@ -162,23 +156,19 @@ def folder_of(path: Path, size: int, tokenizer: Any, **more: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 10), (10, 0)])
 def test_padded_vocabularies(mine: int, theirs: int, tmp_path: Path) -> None:
-    """Guards matrices that are padded to different sizes, either way: what only one of the two has
-    is not drafted, and is read without an index error; ids stay those of the target, sampled
-    too."""
+    """Guards matrices that are padded to different sizes, either way: what only one of the two has is not drafted, and
+    is read without an index error; ids stay those of the target, sampled too."""
     target = load_target(folder_of(tmp_path / "target", VOCAB + mine, byte_tokenizer()))
     draft = folder_of(tmp_path / "draft", VOCAB + theirs, byte_tokenizer(), num_hidden_layers=1)
     for options in ({"depth": 3}, {"depth": 3, "dynamic.nodes": 9}):
         drafter = Method.from_pretrained(draft, target, build_options(Options, options))
-        requests = [
-            Request((5, VOCAB + mine - 1, 7), 12),
-            Request((5, 6, 7), 12, Sampling(2.0, repetition_penalty=1.1, seed=2)),
-        ]
+        law = Sampling(2.0, repetition_penalty=1.1, seed=2)
+        requests = [Request((5, VOCAB + mine - 1, 7), 12), Request((5, 6, 7), 12, law)]
         tokens, steps = run(Decoder(target, drafter, 2), requests)
         chosen = tokens if "dynamic.nodes" in options else tokens[:1]
         assert chosen == [plain_decode(target.model, r) for r in requests][: len(chosen)]
-        drafted: list[Tensor] = [
-            s.draft.tokens_BN[:, 1:][s.draft.tree.acceptable_BN[:, 1:]] for s in steps if s.draft is not None
-        ]
+        drafts = [s.draft for s in steps if s.draft is not None]
+        drafted: list[Tensor] = [d.tokens_BN[:, 1:][d.tree.acceptable_BN[:, 1:]] for d in drafts]
         assert max(int(t.max()) for t in drafted if len(t)) < VOCAB
 
 
@@ -193,17 +183,12 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     folder_of(swapped, VOCAB, byte_tokenizer())
     file = swapped / "tokenizer.json"
     file.write_text(file.read_text().replace('"a": ', '"A-": ', 1))
-    with pytest.raises(
-        CheckpointError, match=r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"
-    ):
+    said = r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"
+    with pytest.raises(CheckpointError, match=said):
         Method.from_pretrained(swapped, target)
-    with pytest.raises(
-        CheckpointError, match="vocabulary of 300 tokens, the target one of 262, and without both tokenizers"
-    ):
+    said = "vocabulary of 300 tokens, the target one of 262, and without both tokenizers"
+    with pytest.raises(CheckpointError, match=said):
         Method.from_pretrained(folder_of(tmp_path / "without", 300, None), target)
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -280,9 +265,6 @@ def test_without_a_model(target: Target) -> None:
         drafters.find("small_model").from_pretrained(None, target)
 
 
-# --- training --------------------------------------------------------------------------------------------------------------------------
-
-
 def batch(target: Target) -> Batch:
     lengths, generator = (9, 4, 6), torch.Generator().manual_seed(0)
     tokens_N = torch.randint(100, (sum(lengths),), generator=generator)
@@ -292,8 +274,7 @@ def batch(target: Target) -> Batch:
 
 
 def test_the_loss_is_the_plain_formula(target: Target) -> None:
-    """Guards packing and shifting: against documents one by one, with the logits of both models'
-    own forwards."""
+    """Guards packing and shifting: against documents one by one, with the logits of both models' own forwards."""
     drafter, given = make(target), batch(target)
     expected, count = 0.0, 0
     for ids, counted in zip(given.tokens_N.split([9, 4, 6]), given.counted_N.split([9, 4, 6]), strict=True):

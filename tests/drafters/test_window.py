@@ -1,5 +1,4 @@
-"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing
-grows with the text."""
+"""Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
 
 from __future__ import annotations
 
@@ -24,12 +23,8 @@ SHAPE = LayerShape(8, 8, 2, 2, 4)
 
 
 def make(target: Target, method: str = "seagle", **options: Any) -> Drafter:
-    chosen = {
-        "tree.nodes": 8,
-        "tree.depth": 3,
-        "tree.branch": 2,
-        **({} if "1" in method or "2" in method else {"head.layers": "0,1,2"}),
-    }
+    chosen = {} if method == "eagle1" else {"tree.nodes": 8, "tree.depth": 3, "tree.branch": 2}
+    chosen |= {} if method in ("eagle1", "eagle2") else {"head.layers": "0,1,2"}
     kind = drafters.find(method)
     return kind.random(target, build_options(kind.Options, {**chosen, **options}), seed=1)
 
@@ -62,28 +57,17 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
 
 
 def trees(drafter: Drafter, request: Request) -> list[list[int]]:
-    return [
-        s.draft.tokens_BN[0].tolist()
-        for s in run(Decoder(drafter.target, drafter), [request])[1]
-        if s.draft is not None
-    ]
+    drafts = [step.draft for step in run(Decoder(drafter.target, drafter), [request])[1]]
+    return [draft.tokens_BN[0].tolist() for draft in drafts if draft is not None]
 
 
 @pytest.mark.cover(method=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
-    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other
-    trees in one of 6."""
-    plain, options = make(target, method) if method != "eagle1" else drafters.find(method).random(target, seed=1), {}
-    request = Request(prompt(14), 16)
-    if method == "eagle1":
-        kind = drafters.find(method)
-        wide, narrow = (
-            kind.random(target, build_options(kind.Options, {"window.size": size}), seed=1) for size in (40, 6)
-        )
-    else:
-        wide, narrow = (make(target, method, **{"window.size": size}, **options) for size in (40, 6))
+    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
+    plain, request = make(target, method), Request(prompt(14), 16)
+    wide, narrow = (make(target, method, **{"window.size": size}) for size in (40, 6))
     assert trees(wide, request) == trees(plain, request)
     assert trees(narrow, request) != trees(plain, request)
 
@@ -137,11 +121,7 @@ def test_what_is_read_of_a_long_prompt(chunk: int, target: Target) -> None:
         session = session_after(target, 50, crop, chunk)
         assert pairs_held(session, target, 50) == pairs, crop
         assert int(session.pairs_B[0]) == 49
-
-
-def test_a_short_prompt_is_read_whole(target: Target) -> None:
-    for crop in ("halves", "last", "none"):
-        assert pairs_held(session_after(target, 10, crop, 4), target, 10) == list(range(9))
+        assert pairs_held(session_after(target, 10, crop, 4), target, 10) == list(range(9))  # a short one is read whole
 
 
 @pytest.mark.parametrize("crop", ["halves", "last"])
@@ -153,8 +133,7 @@ def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None
 
 @pytest.mark.slow
 def test_a_chat_goes_on_within_the_window(target: Target) -> None:
-    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay
-    those of the target."""
+    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
     drafter = make(target, **{"window.size": 9, "window.sink": 2})
     decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
     for turn in range(4):
@@ -184,14 +163,11 @@ def test_a_head_that_was_trained_with_a_window_keeps_it(target: Target) -> None:
     assert make(target, "eagle3", **{"window.size": 5}).window() == (4, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window.size": 0}, r"window\.size must be a whole number, 1 or more, got 0"),
-        ({"window.sink": -1}, r"window\.sink must be a whole number, 0 or more, got -1"),
-        ({"window.crop": "half"}, r"unknown window\.crop 'half'.*halves"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"window.size": 0}, r"window\.size must be a whole number, 1 or more, got 0"),
+    ({"window.sink": -1}, r"window\.sink must be a whole number, 0 or more, got -1"),
+    ({"window.crop": "half"}, r"unknown window\.crop 'half'.*halves"),
+])  # fmt: skip
 def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         make(target, **options)
@@ -204,24 +180,20 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
     kind = drafters.find(method)
     own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
 
+    def options(given: dict[str, Any], **more: Any) -> Any:
+        return build_options(kind.Options, {**more, **{f"window.{name}": value for name, value in given.items()}})
+
     def random(**given: Any) -> Drafter:
-        return kind.random(
-            target, build_options(kind.Options, {**own, **{f"window.{name}": value for name, value in given.items()}})
-        )
+        return kind.random(target, options(given, **own))
 
     def load(trained: int | None = None, **given: Any) -> Drafter:
         head = random()
         head.trained_window = trained  # type: ignore[attr-defined]
-        return kind.load(
-            head.weights(),
-            target,
-            build_options(kind.Options, {f"window.{name}": value for name, value in given.items()}),
-        )
+        return kind.load(head.weights(), target, options(given))
 
     for make_it in (load, random):
-        with pytest.raises(
-            OptionError, match=r"window\.sink: this draft has no window; give --window\.size too, or leave it out"
-        ):
+        said = r"window\.sink: this draft has no window; give --window\.size too, or leave it out"
+        with pytest.raises(OptionError, match=said):
             make_it(sink=2)
         with pytest.raises(OptionError, match=r"window\.sink and window\.crop: this draft .* leave them out"):
             make_it(sink=0, crop="last")
@@ -229,16 +201,14 @@ def test_flags_without_a_window_are_refused(method: str, target: Target) -> None
         assert make_it(sink=2, crop="last", size=9).window() == (2, 9)
     if method == "eagle3":
         assert load(12, crop="last").window() == (0, 12)
-        with pytest.raises(
-            OptionError, match=r"window\.sink: this head was trained with a window of 12, without sinks; give"
-        ):
+        said = r"window\.sink: this head was trained with a window of 12, without sinks; give"
+        with pytest.raises(OptionError, match=said):
             load(12, sink=2)
         assert make(target, "seagle", **{"window.sink": 2, "window.crop": "last"}).options.window.sink == 2
 
 
 def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's
-    catching up."""
+    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
     drafter = make(target, **{"window.size": 10, "window.sink": 2})
     seen: list[int] = []
     forward = drafter.net.forward

@@ -28,18 +28,11 @@ LAYERS = [1, 4]  # the fourth: after the final norm
 SCALE = 0.5
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.tiny("llama"))
-
-
 def draft_model(pard2: bool = False, width: int = 0, **config: Any) -> PreTrainedModel:
     model = zoo.tiny("llama", seed=5, num_hidden_layers=2)
     model.config.pard_token = MASK
     if pard2:
-        model.config.update(
-            {"pard2": True, "pard2_scale": SCALE, "pard2_target_layers": LAYERS, "pard2_target_dim": width}
-        )
+        config |= {"pard2": True, "pard2_scale": SCALE, "pard2_target_layers": LAYERS, "pard2_target_dim": width}
     model.config.update(config)
     return model
 
@@ -48,8 +41,14 @@ def method(target: Target, model: PreTrainedModel, **options: Any) -> Method:
     return Method(target, build_options(Method.Options, {**SMALL, **options}), Target(model))
 
 
-def requests() -> list[Request]:
-    return [Request(tuple(range(7, 7 + n)), 14 - i, SAMPLINGS[i % 4]) for i, n in enumerate((5, 23, 1, 12))]
+def pard2(folder: Path, target: Target, **options: Any) -> Method:
+    drafter = Method.from_pretrained(folder, target, build_options(Method.Options, {**SMALL, **options}))
+    assert isinstance(drafter, Method)
+    return drafter
+
+
+TWO = [Request(tuple(range(7, 18)), 20), Request((5, 6, 7), 9)]
+REQUESTS = [Request(tuple(range(7, 7 + n)), 14 - i, SAMPLINGS[i % 4]) for i, n in enumerate((5, 23, 1, 12))]
 
 
 def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor]]:
@@ -72,9 +71,8 @@ def test_levels_are_those_of_the_models_own_forward(target: Target, monkeypatch:
     forward over the text up to the root and the masks, as the authors' code runs it. Two rows of different
     ages, so that padding is there to be seen."""
     seen, model = rows_read(monkeypatch), draft_model()
-    asked = [Request(tuple(range(7, 18)), 20), Request((5, 6, 7), 9)]
-    tokens, _ = run(Decoder(target, method(target, model), 2), asked)
-    text = [*asked[0].prompt, *tokens[0]]
+    tokens, _ = run(Decoder(target, method(target, model), 2), TWO)
+    text = [*TWO[0].prompt, *tokens[0]]
     assert len(seen) > 3
     for position, logits_SV in seen:
         ids = [*text[: position + 1], MASK, MASK, MASK]
@@ -98,15 +96,11 @@ def folder(target: Target, tmp_path: Path) -> Path:
 def test_features_are_read_as_the_authors_do(target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards PARD-2: each token is read with the target's features of the token before it, the first with none, a
     mask with the newest ones. Compared with a forward over the whole text, in every cycle."""
-    seen = rows_read(monkeypatch)
-    options = build_options(Method.Options, SMALL)
-    drafter = Method.from_pretrained(folder, target, options)
-    assert isinstance(drafter, Method)
+    seen, drafter = rows_read(monkeypatch), pard2(folder, target)
     assert drafter.describe()["features"] == LAYERS
-    asked = [Request(tuple(range(7, 18)), 20), Request((5, 6, 7), 9)]
-    tokens, _ = run(Decoder(target, drafter, 2), asked)
-    assert tokens == [plain_decode(target.model, request) for request in asked]
-    text = [*asked[0].prompt, *tokens[0]]
+    tokens, _ = run(Decoder(target, drafter, 2), TWO)
+    assert tokens == [plain_decode(target.model, request) for request in TWO]
+    text = [*TWO[0].prompt, *tokens[0]]
     model = zoo.tiny("llama", seed=5, num_hidden_layers=2)
     weight = torch.load(folder / "warp_model.bin")["target_proj.weight"]
     for position, logits_SV in seen:
@@ -124,19 +118,15 @@ def test_features_are_read_as_the_authors_do(target: Target, folder: Path, monke
 @pytest.mark.parametrize("features", [True, False])
 def test_pard2_is_lossless(features: bool, target: Target, folder: Path) -> None:
     """Guards its session with rows that join and leave, sampled too; and the way without features."""
-    drafter = Method.from_pretrained(folder, target, build_options(Method.Options, {**SMALL, "features": features}))
-    assert isinstance(drafter, Method)
+    drafter = pard2(folder, target, features=features)
     assert bool(drafter.feature_layers) == features
-    tokens, _ = run(Decoder(target, drafter, 2), requests())
-    assert tokens == [plain_decode(target.model, request) for request in requests()]
+    tokens, _ = run(Decoder(target, drafter, 2), REQUESTS)
+    assert tokens == [plain_decode(target.model, request) for request in REQUESTS]
 
 
 def test_another_size_of_the_family_is_served_by_the_text_alone(folder: Path) -> None:
     """Guards the second mode of PARD-2: a target whose features it cannot read is drafted for like PARD's."""
-    wider = Target(zoo.tiny("llama", hidden_size=64))
-    drafter = Method.from_pretrained(folder, wider, build_options(Method.Options, SMALL))
-    assert isinstance(drafter, Method)
-    assert drafter.feature_layers == ()
+    assert pard2(folder, Target(zoo.tiny("llama", hidden_size=64))).feature_layers == ()
 
 
 def test_a_model_that_knows_the_text_is_accepted(target: Target) -> None:
@@ -160,16 +150,16 @@ def test_folders(target: Target, tmp_path: Path) -> None:
     assert llm.method == "pard"
     again = Method.load(checkpoints.load(tmp_path / "pard"), target, build_options(Method.Options, SMALL))
     for one in (drafter, again):
-        tokens, _ = run(Decoder(target, one), requests()[:1])
-        assert tokens[0] == plain_decode(target.model, requests()[0])
-    assert llm.generate(list(requests()[0].prompt), max_new_tokens=14).token_ids == tuple(tokens[0])
+        tokens, _ = run(Decoder(target, one), REQUESTS[:1])
+        assert tokens[0] == plain_decode(target.model, REQUESTS[0])
+    assert llm.generate(list(REQUESTS[0].prompt), max_new_tokens=14).token_ids == tuple(tokens[0])
 
 
 def test_refusals(target: Target, folder: Path, tmp_path: Path) -> None:
     """Guards one clear line for each folder that cannot be read."""
     zoo.tiny("llama", seed=5).save_pretrained(tmp_path / "plain")
     with pytest.raises(
-        CheckpointError, match=r"was not trained on masks \(its config.json has no pard_token\).*small_model"
+        CheckpointError, match=r"not trained on masks \(its config.json has no pard_token\).*small_model"
     ):
         Method.from_pretrained(tmp_path / "plain", target)
     draft_model(pard_token=10**6).save_pretrained(tmp_path / "far")

@@ -50,9 +50,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             config = peft.LoraConfig(init_lora_weights=False, lora_alpha=16, task_type="CAUSAL_LM", **options)
-            peft.get_peft_model(zoo.FAMILIES["llama"](), config).save_pretrained(
-                root / name, save_embedding_layers=False
-            )
+            tuned = peft.get_peft_model(zoo.FAMILIES["llama"](), config)
+            tuned.save_pretrained(root / name, save_embedding_layers=False)
     return {name: str(root / name) for name in KINDS}
 
 
@@ -65,10 +64,8 @@ def target(folders: dict[str, str]) -> Target:
 @cache
 def answered(folder: str) -> tuple[tuple[Request, list[int]], ...]:
     """Requests, and what PEFT's own model with this adapter answers by plain decoding."""
-    model = peft.PeftModel.from_pretrained(zoo.FAMILIES["llama"](), folder).eval()
-    return tuple(
-        (request, plain_decode(model.get_base_model(), request)) for request, _ in requests("llama", 3, SAMPLINGS)
-    )
+    model = peft.PeftModel.from_pretrained(zoo.FAMILIES["llama"](), folder).eval().get_base_model()
+    return tuple((request, plain_decode(model, request)) for request, _ in requests("llama", 3, SAMPLINGS))
 
 
 def asking(request: Request, adapter: str) -> Request:
@@ -105,9 +102,8 @@ def test_every_method_switches(name: str, target: Target, folders: dict[str, str
         for number, request in enumerate(asked):
             if request.sampling.greedy or name not in DRAWN:
                 assert tokens[adapter, number + 1] == list(texts[number]), f"{adapter or 'base'}, {request.sampling}"
-    assert len({tuple(map(tuple, texts)) for texts in wanted.values()}) == len(wanted), (
-        "the adapters change nothing: this test proves little"
-    )
+    different = {tuple(map(tuple, texts)) for texts in wanted.values()}
+    assert len(different) == len(wanted), "the adapters change nothing: this test proves little"
 
 
 @pytest.mark.cover(kind=1)
@@ -123,8 +119,7 @@ def test_merged(kind: str, folders: dict[str, str]) -> None:
 
 
 def test_kernels_refuse_what_they_would_leave_out(folders: dict[str, str]) -> None:
-    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever
-    reads `weight`."""
+    """Guards against a silent wrong text: PEFT's layers show the base model's weights to whoever reads `weight`."""
     wide = zoo.tiny("llama", hidden_size=64, intermediate_size=96, head_dim=16)
     # adds zero: the numbers alone show nothing
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True)
@@ -191,15 +186,13 @@ def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, st
 def test_an_adapter_on_other_weights_than_the_fingerprints(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that
-    was trained with it was said to be the base model's, and features of the base model passed for
-    those of the merged one."""
+    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it
+    was said to be the base model's, and features of the base model passed for those of the merged one."""
     for module in ("fingerprints", "adapters"):
         monkeypatch.setattr(f"eyas.targets.{module}.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
     plain = Target(zoo.FAMILIES["llama"]())
-    merged, again, other = (
-        target_of(zoo.FAMILIES["llama"](), adapters=folders[name]) for name in ("lora", "lora", "dora")
-    )
+    chosen = [folders[name] for name in ("lora", "lora", "dora")]
+    merged, again, other = (target_of(zoo.FAMILIES["llama"](), adapters=folder) for folder in chosen)
     assert has_fingerprint(merged, fingerprint(again))
     assert not has_fingerprint(merged, fingerprint(other))
     assert not has_fingerprint(merged, fingerprint(plain))
@@ -213,29 +206,24 @@ def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:
     def llama(**options: Any) -> PreTrainedModel:
         return zoo.tiny("llama", **options)
 
-    with pytest.raises(ModelError, match="does not exist"):
-        target_of(llama(), adapters=str(tmp_path / "absent"))
-    with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        target_of(llama(), adapters=str(tmp_path))
-    with pytest.raises(ModelError, match="another model"):
-        target_of(llama(num_hidden_layers=2), adapters=folders["lora"])
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        target_of(llama(intermediate_size=96), adapters=folders["lora"])
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     peft.get_peft_model(llama(), prompts).save_pretrained(tmp_path / "prompts")
-    with pytest.raises(ModelError, match="PROMPT_TUNING"):
-        target_of(llama(), adapters=str(tmp_path / "prompts"))
+    for model, folder, said in (
+        (llama(), str(tmp_path / "absent"), "does not exist"),
+        (llama(), str(tmp_path), r"adapter_config\.json"),
+        (llama(num_hidden_layers=2), folders["lora"], "another model"),
+        (llama(intermediate_size=96), folders["lora"], "cannot be loaded"),
+        (llama(), str(tmp_path / "prompts"), "PROMPT_TUNING"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            target_of(model, adapters=folder)
     with pytest.raises(OptionError, match="known"):
         target_of(llama(), adapters={"a": folders["lora"]}).with_adapter("zzz")
     with pytest.raises(OptionError, match="by name"):
         Target(llama()).with_adapter("a")
     with pytest.raises(OptionError, match="PeftModel"):
         eyas.load(llama(), adapter=folders["lora"], tokenizer=False)
-    for wrong in (
-        {"base": folders["lora"]},
-        {"": folders["lora"]},
-        [f"a={folders['lora']}", f"a={folders['dora']}"],
-        3,
-    ):
+    twice = [f"a={folders['lora']}", f"a={folders['dora']}"]
+    for wrong in ({"base": folders["lora"]}, {"": folders["lora"]}, twice, 3):
         with pytest.raises(OptionError, match="adapter"):
             eyas.load(adapter=wrong)

@@ -214,23 +214,19 @@ def test_an_adapter_stays_beside_quantised_weights(models: Any, tmp_path: Path) 
     """Guards a single adapter: merged, it would be rounded as the weights are."""
     peft = pytest.importorskip("peft", reason="adapters need the extra peft")
     write_compressed(tmp_path / "model", "W4A16")
-    config = peft.LoraConfig(
-        target_modules=["q_proj", "down_proj"], r=4, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    sizes = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 16}
+    config = peft.LoraConfig(**sizes, init_lora_weights=False, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        peft.get_peft_model(zoo.tiny("llama", **SIZES), config).save_pretrained(
-            tmp_path / "adapter", save_embedding_layers=False
-        )
+        tuned = peft.get_peft_model(zoo.tiny("llama", **SIZES), config)
+        tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     target = load_target(tmp_path / "model", adapters=str(tmp_path / "adapter"))
     assert any("lora" in name for name, _ in target.model.named_parameters())
     base = load(tmp_path / "model")
     base(torch.tensor([[1]]))  # compressed-tensors unpacks its weights when they are first used
     own = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval().get_base_model()
     requests = answered(own)
-    assert requests != answered(models("compressed-tensors W4A16")[0]), (
-        "the adapter changes nothing: this test proves little"
-    )
+    assert requests != answered(models("compressed-tensors W4A16")[0]), "the adapter changes nothing"
     check("eagle2", runners.with_fastest_runner(target), requests)
     base_target = Target(models("compressed-tensors W4A16")[0])
     assert base_has_fingerprint(target, fingerprint(base_target))
@@ -246,10 +242,8 @@ def test_a_head_of_the_plain_model(models: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="other weights than these quantised ones"):
         llm = eyas.load(model, tmp_path, tokenizer=False)
     request, expected = requests[0]
-    assert (
-        list(llm.generate(list(request.prompt), max_new_tokens=request.max_new_tokens, ignore_eos=True).token_ids)
-        == expected
-    )
+    found = llm.generate(list(request.prompt), max_new_tokens=request.max_new_tokens, ignore_eos=True)
+    assert list(found.token_ids) == expected
     checkpoints.save(make("eagle1", Target(model)).weights(), tmp_path / "its own")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -27,9 +27,8 @@ def _drop_triton() -> dict[str, ModuleType]:
 def interpreted(kernels: str) -> ModuleType:
     """The module of kernels with this name, for CPU tensors.
 
-    Triton decides when its own functions are defined whether they are compiled or interpreted. So
-    it is imported anew here, for this module alone; afterwards everybody finds the Triton that was
-    there before.
+    Triton decides when its own functions are defined whether they are compiled or interpreted. So it is imported anew
+    here, for this module alone; afterwards everybody finds the Triton that was there before.
     """
     before, variable = _drop_triton(), os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"

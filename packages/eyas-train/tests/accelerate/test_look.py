@@ -24,17 +24,11 @@ def test_too_little_time_is_said_by_sizes_alone(target: Target, monkeypatch: pyt
     second trains nothing in an hour; with a fast one nothing is refused."""
     monkeypatch.setattr(target, "encode", lambda *_: pytest.fail("nothing is tried for this verdict"))
     monkeypatch.setattr(trial, "multiplications_per_second", lambda _: 1e3)
-    with pytest.raises(
-        InputError, match=r"60\.0 minutes are left, too few to train a head of this model on this machine"
-    ):
+    said = r"60\.0 minutes are left, too few to train a head of this model on this machine"
+    with pytest.raises(InputError, match=said):
         prospect._judge_by_size(target, 1.0, 800, 3600)
     monkeypatch.setattr(trial, "multiplications_per_second", lambda _: 1e11)
     prospect._judge_by_size(target, 1.0, 800, 3600)
-
-
-def test_a_multiplication_is_measured(target: Target) -> None:
-    """Guards the order of magnitude: any processor multiplies between a million and 10^16 numbers a second."""
-    assert 1e6 < trial.multiplications_per_second(target) < 1e16
 
 
 @pytest.mark.parametrize(("rate", "batch"), [(1e9, 512), (50.0, 64), (0.01, 32)])
@@ -45,16 +39,12 @@ def test_trials_are_smaller_on_a_slow_machine(
     batches in 20 seconds, of 32 to 512 tokens."""
     tried = list[tuple[int, int]]()
 
-    def feature_rate(target: Target, layers: Any, length: int, tokens: int) -> float:
+    def noted(length: int, tokens: int) -> float:
         tried.append((length, tokens))
         return rate
 
-    def training_rate(drafter: Any, length: int, counted: int, tokens: int) -> float:
-        tried.append((length, tokens))
-        return rate
-
-    monkeypatch.setattr(trial, "feature_rate", feature_rate)
-    monkeypatch.setattr(trial, "training_rate", training_rate)
+    monkeypatch.setattr(trial, "feature_rate", lambda target, layers, length, tokens: noted(length, tokens))
+    monkeypatch.setattr(trial, "training_rate", lambda drafter, length, counted, tokens: noted(length, tokens))
     prospect._rates(drafters.find("mtp"), target, 20.0)
     assert tried == [(32, 32), *[(min(256, batch), batch)] * 2]
 

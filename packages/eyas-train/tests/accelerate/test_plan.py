@@ -23,16 +23,9 @@ from eyas_train.accelerate.plan import (
 )
 
 SPEEDS = Speeds(
-    loading_seconds=2.0,
-    rows=8,
-    answer_rate=150.0,
-    answer_tokens=80.0,
-    prompt_tokens=20.0,
-    feature_rate=1500.0,
-    train_rate=500.0,
-    chain_pass_seconds=0.03,
-    plain_rate=60.0,
-)
+    loading_seconds=2.0, rows=8, answer_rate=150.0, answer_tokens=80.0, prompt_tokens=20.0, feature_rate=1500.0, train_rate=500.0,
+    chain_pass_seconds=0.03, plain_rate=60.0,
+)  # fmt: skip
 
 
 def plan(minutes: float = 30, questions: int = 10**6, **speeds: float) -> Plan:
@@ -70,8 +63,7 @@ def test_the_chosen_passes_teach_most() -> None:
 
 
 def test_no_more_answers_than_questions() -> None:
-    """Bug: a plan counts on questions that are not there; with few of them the time goes into passes,
-    up to a limit."""
+    """Bug: a plan counts on questions that are not there; with few of them the time goes into passes, up to a limit."""
     made = plan(questions=100)
     assert made.answers == 100
     assert made.passes == MOST_PASSES

@@ -29,26 +29,14 @@ from gguf_heads import BLOCKS, MODULES, assert_same, block_parts, eagle3_of, fam
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(zoo.FAMILIES["llama"]())
-
-
 def target_file(
     target: Target, path: Path, architecture: str = "llama", parts: dict[str, Tensor] | None = None, **settings: Any
 ) -> ExportTarget:
     """The target's own file: its sizes and its vocabulary."""
     tokens = [f"t{i}" for i in range(target.vocab_size)]
-    whole = {
-        "block_count": target.num_layers,
-        "embedding_length": target.hidden_size,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * len(tokens),
-        "tokenizer.ggml.scores": [0.5] * len(tokens),
-        "tokenizer.ggml.eos_token_id": 2,
-        **settings,
-    }
+    words = {"model": "gpt2", "tokens": tokens, "token_type": [1] * len(tokens), "scores": [0.5] * len(tokens)}
+    whole = {f"tokenizer.ggml.{name}": value for name, value in {**words, "eos_token_id": 2}.items()}
+    whole |= {"block_count": target.num_layers, "embedding_length": target.hidden_size, **settings}
     gguf_heads.write(path, architecture, parts or {"output_norm.weight": torch.ones(48)}, whole)
     return ExportTarget(str(path))
 
@@ -81,9 +69,8 @@ def test_an_eagle3_head_is_written(dtype: str, target: Target, tmp_path: Path) -
         for name, tensor in made.tensors.items():
             if tensor.ndim > 1:
                 made.tensors[name] = tensor.to(DTYPES[dtype]).float()
-    path = assert_comes_back(
-        read_back(made, tmp_path / "head"), tmp_path, target_file(target, tmp_path / "target.gguf"), dtype
-    )
+    known = target_file(target, tmp_path / "target.gguf")
+    path = assert_comes_back(read_back(made, tmp_path / "head"), tmp_path, known, dtype)
     ours, theirs = (fields(File(tmp_path / name), "tokenizer.") for name in ("out.gguf", "target.gguf"))
     assert ours == theirs
     stored = {tensor.name: tensor.tensor_type.name for tensor in File(path).reader.tensors}
@@ -109,9 +96,8 @@ def test_the_default_layers_are_written(tmp_path: Path) -> None:
 def test_block_heads_are_written(name: str, target: Target, tmp_path: Path) -> None:
     """Guards names, windows, which token a slot predicts, sizes of the further parts."""
     made, _ = block_parts(target, tmp_path / "head", name)
-    path = assert_comes_back(
-        made, tmp_path, target_file(target, tmp_path / "target.gguf"), but=("embed_scale", "logit_scale")
-    )
+    known = target_file(target, tmp_path / "target.gguf")
+    path = assert_comes_back(made, tmp_path, known, but=("embed_scale", "logit_scale"))
     method = BLOCKS[name][0]
     assert texts(target, path, method) == texts(target, tmp_path / "head", method)
 
@@ -149,9 +135,8 @@ def test_llama3s_rope_is_written(target: Target, tmp_path: Path) -> None:
     }  # fmt: skip
     made = eagle3_of(target, rope_scaling=scaling)
     exports.export(made, "gguf", tmp_path / "out.gguf", target_file(target, tmp_path / "target.gguf"))
-    read, expected = (
-        rope_frequencies(layer_shape(c)) for c in (checkpoints.load(tmp_path / "out.gguf").config, made.config)
-    )
+    configs = (checkpoints.load(tmp_path / "out.gguf").config, made.config)
+    read, expected = (rope_frequencies(layer_shape(config)) for config in configs)
     torch.testing.assert_close(read, expected, rtol=1e-5, atol=0)
 
 
@@ -219,9 +204,7 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     early = dataclasses.replace(block, config={**block.config, "from_anchor": True})
     not_written(early, known, "slots that predict the next token, and no Markov head", out)
     module = mtp.Method.random(target, seed=5).weights()
-    not_written(
-        module, known, "target is a llama, for which llama.cpp has no multi-token prediction .* EAGLE-3 head", out
-    )
+    not_written(module, known, "a llama, for which llama.cpp has no multi-token prediction .* EAGLE-3 head", out)
     with pytest.raises(InputError, match="vllm has no dtype 'f16': it keeps the type of the head"):
         exports.export(made, "vllm", tmp_path / "folder", known, "f16")
 

@@ -43,18 +43,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "measure", lambda drafter: COSTS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "option --output is missing"),
-        (("--output", "x", "--method", "vanilla"), "--method vanilla: known: eagle3, mtp"),
-        (("--output", "x", "--method", "eagle4"), "did you mean eagle3?"),
-        (("--output", "x", "--data", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
-        (("--output", "x", "--minutes", "0"), "--minutes"),
-        (("--output", "x", "--target", "llama"), "the model is named twice"),
-        (("--output", "x", "--weights", "int8"), "--weights int8: features are read"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "option --output is missing"),
+    (("--output", "x", "--method", "vanilla"), "--method vanilla: known: eagle3, mtp"),
+    (("--output", "x", "--method", "eagle4"), "did you mean eagle3?"),
+    (("--output", "x", "--data", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+    (("--output", "x", "--minutes", "0"), "--minutes"),
+    (("--output", "x", "--target", "llama"), "the model is named twice"),
+    (("--output", "x", "--weights", "int8"), "--weights int8: features are read"),
+])  # fmt: skip
 def test_bad_options_are_refused(
     refused: Callable[..., str], arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -70,9 +67,8 @@ def test_data_that_cannot_be_used_is_refused(refused: Callable[..., str], tmp_pa
     few.write_text('{"prompt": "why"}\n')
     text.write_text("Once upon a time.")
     assert "1 questions are too few" in refused("accelerate", "llama", "--output", tmp_path / "h", "--data", few)
-    assert "is plain text, and has no questions" in refused(
-        "accelerate", "llama", "--output", tmp_path / "h", "--data", text
-    )
+    told = refused("accelerate", "llama", "--output", tmp_path / "h", "--data", text)
+    assert "is plain text, and has no questions" in told
     assert "it is a file" in refused("accelerate", "llama", "--output", few)
     assert "holds something that this command has not made" in refused("accelerate", "llama", "--output", tmp_path)
 

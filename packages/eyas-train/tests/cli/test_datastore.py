@@ -10,34 +10,21 @@ import pytest
 
 from eyas_lab import datastore
 from eyas_lab.datastore import Manifest
-from eyas_train.commands import datastore as datastore_command
 
 Run = Callable[..., Any]
 
 
 @pytest.fixture
 def novel(tmp_path: Path) -> Path:
-    (tmp_path / "novel.txt").write_text(
-        "It was a dark night.<|endoftext|>It was a bright morning, and the birds were singing."
-    )
+    (tmp_path / "novel.txt").write_text("It was a dark night.<|endoftext|>It was a bright morning, and the birds sang.")
     return tmp_path / "novel.txt"
 
 
 @pytest.mark.slow
 def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_path: Path) -> None:
     """Build, generate; the text is that of plain decoding."""
-    build = (
-        "datastore",
-        "build",
-        "--target",
-        "llama",
-        "--output",
-        tmp_path / "store",
-        "--data",
-        chats,
-        "--data",
-        novel,
-    )
+    place = ("--output", tmp_path / "store", "--data", chats, "--data", novel)
+    build = ("datastore", "build", "--target", "llama", *place)
     first = run(*build)
     assert first.exit_code == 0, (first.output, first.exception)
     assert f"{chats}:6: not JSON" in first.stderr
@@ -88,18 +75,9 @@ def test_refusals(refused: Callable[..., str], run: Run, novel: Path, tmp_path: 
     build = ("datastore", "build", "--target", "llama", "--output", tmp_path / "store")
     assert "option --data is missing" in refused(*build)
     assert "does not exist; check the path" in refused(*build, "--data", tmp_path / "none.txt")
-    assert "tokenizer" in refused(
-        "datastore", "build", "--tokenizer", tmp_path, "--output", tmp_path / "s", "--data", novel
-    )
+    own = ("--tokenizer", tmp_path, "--output", tmp_path / "s", "--data", novel)
+    assert "tokenizer" in refused("datastore", "build", *own)
     assert "make one with `eyas datastore build" in refused("generate", "--target", "llama", "--method", "rest", "x")
     assert run(*build, "--data", novel).exit_code == 0
     (tmp_path / "other.txt").write_text("Something else.")
     assert "holds a datastore of novel.txt" in refused(*build, "--data", tmp_path / "other.txt")
-
-
-def test_help_shows_the_commands(run: Run) -> None:
-    """Guards the group: the command and its flags are found."""
-    assert {"build"} == set(datastore_command.COMMANDS)
-    shown = run("datastore", "build", "--help").output
-    for flag in ("--data", "--output", "--target", "--tokenizer"):
-        assert flag in shown

@@ -18,15 +18,10 @@ pytest.importorskip("s3fs", reason="s3fs is installed by `make scale`")
 servers = pytest.importorskip("moto.server", reason="moto is installed by `make scale`")
 
 Run = Callable[..., Any]
+TALKS = [(("user", f"What is {i}?"), ("assistant", f"It is {i}. " * 3)) for i in range(12)]
 CHATS = [
-    {
-        "id": f"q{i}",
-        "messages": [
-            {"role": "user", "content": f"What is {i}?"},
-            {"role": "assistant", "content": f"It is {i}. " * 3},
-        ],
-    }
-    for i in range(12)
+    {"id": f"q{i}", "messages": [{"role": role, "content": text} for role, text in talk]}
+    for i, talk in enumerate(TALKS)
 ]
 LEARN = ("--method", "eagle1", "--steps", 3, "--batch-tokens", 128, "--eval-every", 0, "--heldout", 0)
 

@@ -21,10 +21,9 @@ from eyas_train.store import FeatureStore
 Run = Callable[..., Any]
 ASKED = [{"id": f"q{i}", "prompt": f"Tell me {what}."} for i, what in enumerate(("a story", "a joke", "the time"))]
 CALL = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
-CHATS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"It is {i}. " * 3}]}
-    for i in range(12)
-] + [{"messages": [{"role": "user", "content": "Time?"}, {"role": "assistant", "tool_calls": [CALL]}]}]
+TALKS = [(("user", f"What is {i}?"), ("assistant", f"It is {i}. " * 3)) for i in range(12)]
+CHATS: list[dict[str, Any]] = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS]
+CHATS += [{"messages": [{"role": "user", "content": "Time?"}, {"role": "assistant", "tool_calls": [CALL]}]}]
 
 
 @pytest.fixture
@@ -103,14 +102,8 @@ def test_heads_learn_from_it(kind: str, run: Run, tmp_path: Path, remote: Memory
         assert [result.exit_code for result in (own, features, store)] == [0, 0, 0], (own.output, features.output)
         replies = [json.loads(line)["messages"] for line in (place / "own.jsonl").read_text().splitlines()]
         kept = FeatureStore(place / "features")
-        made.append(
-            (
-                replies,
-                kept.data().train[3],
-                kept.features(3, [1]).tolist(),
-                np.load(place / "datastore/tokens.npy").tolist(),
-            )
-        )
+        tokens = np.load(place / "datastore/tokens.npy").tolist()
+        made.append((replies, kept.data().train[3], kept.features(3, [1]).tolist(), tokens))
         assert kept.settings.data["files"][0]["name"] == Path(source).name
     assert made[0] == made[1]
 

@@ -1,10 +1,10 @@
-"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by
-two processes."""
+"""`eyas train`: from a chat file to a head that generates, interrupted and resumed, alone and by two processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 import processes
 from eyas import checkpoints
 from eyas.locks import locked_output
-from eyas_train import loop
 from eyas_train.dist import SingleProcess
 from eyas_train.state import load_values, saved_states
 
@@ -38,29 +37,20 @@ def command(tmp_path: Path) -> tuple[object, ...]:
     chats = [[("user", f"what is {i}"), ("assistant", f"it is the number {i}")] for i in range(30)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) for chat in chats]
     (tmp_path / "chat.jsonl").write_text("\n".join([*lines[:5], "{broken", *lines[5:]]))
-    sizes = (
-        "--steps",
-        6,
-        "--batch-tokens",
-        128,
-        "--max-length",
-        128,
-        "--warmup-steps",
-        1,
-        "--eval-every",
-        0,
-        "--save-every",
-        1,
-    )
+    sizes = "--lr 1e-3 --steps 6 --batch-tokens 128 --max-length 128 --warmup-steps 1 --eval-every 0 --save-every 1"
     paths = ("--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "new")
-    return ("train", *paths, *(part for option in OWN.items() for part in option), "--lr", 1e-3, *sizes)
+    return ("train", *paths, *(part for option in OWN.items() for part in option), *sizes.split())
 
 
 def without(command: tuple[object, ...], *options: str) -> tuple[object, ...]:
     """The command without these options and their values."""
-    return tuple(
-        part for i, part in enumerate(command) if part not in options and (i == 0 or command[i - 1] not in options)
-    )
+    pairs = zip(("", *command), command, strict=False)
+    return tuple(part for before, part in pairs if part not in options and before not in options)
+
+
+def instead(command: tuple[object, ...], folder: Path) -> tuple[object, ...]:
+    """The command with another output."""
+    return (*without(command, "--output"), "--output", folder)
 
 
 def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
@@ -75,19 +65,8 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     assert {"0-alpha", "chain tau", "tau"} <= set(record["heldout"])
     assert record["data"]["files"] == ["chat.jsonl"]
     assert len(record["data"]["sha256"]) == 64
-    used = run(
-        "generate",
-        "--target",
-        "llama",
-        "--draft",
-        tmp_path / "new",
-        "hello",
-        "--max-new-tokens",
-        8,
-        "--tree",
-        "fixed",
-        "--json",
-    )
+    given = shlex.split("generate --target llama hello --max-new-tokens 8 --tree fixed --json --draft")
+    used = run(*given, tmp_path / "new")
     assert used.exit_code == 0
     assert used.stderr == ""
     assert json.loads(used.stdout)["method"] == "eagle3"
@@ -105,20 +84,17 @@ def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) 
 
 @pytest.mark.exhaustive
 def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """The most frequent tokens that count, of the training examples; another head's stays when
-    training begins with it; and it belongs to the state, so that a resumed run finds the very
-    same."""
+    """The most frequent tokens that count, of the training examples; another head's stays when training begins with it;
+    and it belongs to the state, so that a resumed run finds the very same."""
     assert run(*command, "--head.draft-vocab", 8, "--steps", 2).exit_code == 0
     weights = checkpoints.load(tmp_path / "new")
     drafted = set(weights.tensors["draft_ids"].tolist())
     letter = {character: 7 + ord(character) - 32 for character in " theinumbr"}  # of the tokenizer in conftest.py
     assert len(drafted) == weights.config["draft_vocab_size"] == 8
     assert {letter[c] for c in " tei"} | {2} <= drafted <= set(letter.values()) | {2, *range(7 + 16, 7 + 26)}
-    assert (
-        f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |"
-        in (tmp_path / "new" / "README.md").read_text()
-    )
-    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert f"| tokens that it can draft | 8 of {weights.config['vocab_size']} |" in card
+    other = instead(without(command, "--head.layers"), tmp_path / "more")
     assert run(*other, "--init", tmp_path / "new", "--steps", 2).exit_code == 0
     assert set(checkpoints.load(tmp_path / "more").tensors["draft_ids"].tolist()) == drafted
     refused = run(*other, "--steps", 2, "--head.layers", "0,2,3")
@@ -128,62 +104,28 @@ def test_the_draft_vocabulary_is_what_the_data_asks_for(run: Run, command: tuple
 
 @pytest.mark.exhaustive
 def test_a_window_is_not_handed_on(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """A head that was trained with a sliding window sees whole examples here: published with its
-    window, it would be served otherwise than it was trained. And no flag of a window passes that
-    would do nothing."""
+    """A head that was trained with a sliding window sees whole examples here: published with its window, it would be
+    served otherwise than it was trained. And no flag of a window passes that would do nothing."""
     assert run(*command, "--steps", 2).exit_code == 0
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    (tmp_path / "new" / "config.json").write_text(
-        json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
-    )
+    windowed = json.dumps({**config, "use_sliding_window": True, "sliding_window": 8})
+    (tmp_path / "new" / "config.json").write_text(windowed)
     assert checkpoints.load(tmp_path / "new").config["window"] == 8
-    other = tuple(tmp_path / "more" if part == tmp_path / "new" else part for part in without(command, "--head.layers"))
+    other = instead(without(command, "--head.layers"), tmp_path / "more")
     trained = run(*other, "--init", tmp_path / "new", "--steps", 2)
     assert trained.exit_code == 0, trained.output
     assert "was trained with a window of 8; here it sees whole examples" in trained.stderr
     assert checkpoints.load(tmp_path / "more").config["window"] is None
     refused = run(*other, "--init", tmp_path / "new", "--window.sink", 1)
     assert refused.exit_code == 2
-    assert (
-        "window.sink: this head was trained with a window of 8, without sinks; give --window.size too" in refused.stderr
-    )
+    said = "window.sink: this head was trained with a window of 8, without sinks; give --window.size too"
+    assert said in refused.stderr
 
 
-@pytest.mark.exhaustive
-def test_interrupted_and_resumed_is_the_same_head(
-    run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C after the third step; the same command goes on, to the same bits as without it."""
-    assert run(*command).exit_code == 0
-    whole = load_file(tmp_path / "new" / "model.safetensors")
-    train_step = loop.train_step
-
-    def interrupted(setup: Any, loss_function: Any, optimizer: Any, state: Any) -> Any:
-        figures = train_step(setup, loss_function, optimizer, state)
-        if state.step == 3:
-            raise KeyboardInterrupt
-        return figures
-
-    other = tuple(tmp_path / "other" if part == tmp_path / "new" else part for part in command)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", interrupted)
-        result = run(*other)
-    assert result.exit_code == 130
-    assert f"eyas: interrupted: step 3 of 6 is saved in {tmp_path / 'other'}; the same command goes on" in result.stderr
-    resumed = run(*other)
-    assert resumed.exit_code == 0
-    assert "resumed at step 3 of 6" in resumed.stderr
-    again = load_file(tmp_path / "other" / "model.safetensors")
-    assert all(bool((again[name] == value).all()) for name, value in whole.items())
-
-
-@pytest.mark.parametrize(
-    ("every", "said"),
-    [
-        (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
-        (0, "eyas: interrupted: no step is saved; the same command begins again"),
-    ],
-)
+@pytest.mark.parametrize(("every", "said"), [
+    (2, "eyas: interrupted: step 2 of 6 is saved in {}; the same command goes on from there"),
+    (0, "eyas: interrupted: no step is saved; the same command begins again"),
+])  # fmt: skip
 def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
     every: int, said: str, run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,17 +153,8 @@ def test_two_processes_one_is_killed_and_one_goes_on(
     slowed by saving each; sixty take seconds, the kill follows the first."""
     whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
     arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "eyas",
-        *arguments,
-    ]
+    torchrun = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2 -m eyas")
+    launcher = [sys.executable, *torchrun, *arguments]
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
     with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
         processes.wait_until(lambda: bool(saved_states(tmp_path / "new")), agent)
@@ -264,17 +197,13 @@ def test_two_machines_train_what_one_process_does(
     whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
     port = processes.unused_port()
     environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
+    settings = {"env": environment, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as running:
-        agents = [
-            running.enter_context(
-                processes.started(agent(port, world, whole), env=environment, stderr=subprocess.PIPE, text=True)
-            )
-            for _ in range(2)
-        ]
+        started = [processes.started(agent(port, world, whole), **settings) for _ in range(2)]
+        agents = [running.enter_context(one) for one in started]
         said = [processes.finish(one)[1] for one in agents]
     assert [one.returncode for one in agents] == [0, 0], "\n".join(said)
-    alone = tuple(tmp_path / "alone" if part == tmp_path / "new" else part for part in whole)
-    assert run(*alone).exit_code == 0
+    assert run(*instead(whole, tmp_path / "alone")).exit_code == 0
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]
     assert [record["processes"] for record in records] == [2, 1]
     losses, expected = (losses_of(tmp_path / name) for name in ("new", "alone"))
@@ -289,25 +218,16 @@ BAD = {
     "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
     "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
     "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
-    "a tracker that is not there": (
-        ("--log", "wandb"),
-        "log: wandb is not installed: pip install wandb, or leave it out",
-    ),
+    "a tracker that is not there": (("--log", "wandb"), "wandb is not installed: pip install wandb, or leave it out"),
     "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),
-    "nothing to recompute": (
-        ("--method", "eagle1", "--checkpointing"),
-        "checkpointing: the method eagle1 keeps too little",
-    ),
+    "nothing to recompute": (("--method", "eagle1", "--checkpointing"), "checkpointing: the method eagle1 keeps too"),
     "an impossible rate": (("--lr", -1), "lr must be 0 or more; got -1.0"),
     "an unknown schedule": (("--schedule", "linaer"), "--schedule"),
     "two lengths": (("--epochs", 2), "steps and epochs each say how long"),
     "broken betas": (("--betas", "0.9;0.95"), "not a list of numbers"),
     "no data": (("--data", "./nowhere.jsonl"), "./nowhere.jsonl does not exist"),
     "an output that is a file": (("--output", "chat.jsonl"), "cannot write"),
-    "no head to begin with": (
-        ("--method", "eagle1", "--init", "./nowhere"),
-        "draft head ./nowhere: there is no such folder",
-    ),
+    "no head to begin with": (("--method", "eagle1", "--init", "./nowhere"), "./nowhere: there is no such folder"),
     "an option of another method": (("--method", "eagle1", "--tree.nodes", 4), "unknown option 'tree.nodes'"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
 }

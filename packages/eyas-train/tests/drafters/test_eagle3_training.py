@@ -1,5 +1,4 @@
-"""The training-time test of eagle3: against the reference's numbers, against the definition, and
-its memory."""
+"""The training-time test of eagle3: against the reference's numbers, against the definition, and its memory."""
 
 from __future__ import annotations
 
@@ -37,9 +36,8 @@ PUBLISHED = {
 
 @needs_golden
 def test_the_seven_losses_and_gradients_of_the_reference() -> None:
-    """The reference's batch with its mask (position a of the ids, not of the predicted token), its
-    unmasked last column (a target of zero logits) and its normaliser (all positions): seven losses
-    to 1e-4, every gradient to 1e-4."""
+    """The reference's batch with its mask (position a of the ids, not of the predicted token), its unmasked last column
+    (a target of zero logits) and its normaliser (all positions): seven losses to 1e-4, every gradient to 1e-4."""
     said = json.loads((GOLDEN / "train_losses.json").read_text())["eagle3"]
     tensors = load_file(GOLDEN / "train_losses.safetensors")
     target = load_target(GOLDEN / "target_b", dtype="float32", device="cpu")
@@ -56,9 +54,8 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     documents = Documents((T + extra,) * 2)
     batch = Batch(tokens.flatten(), features.flatten(0, 1), torch.ones(2 * (T + extra), dtype=torch.bool), documents)
     rows_M = torch.cat([torch.arange(T), torch.arange(T) + T + extra])
-    guesses = [
-        (i, r * T + t, r * T + t + i) for i in range(steps) for r in range(2) for t in range(T - i) if mask[r, t + i]
-    ]
+    places = [(i, r, t) for i in range(steps) for r in range(2) for t in range(T - i) if mask[r, t + i]]
+    guesses = [(i, r * T + t, r * T + t + i) for i, r, t in places]
     step_K, row_K, position_K = torch.tensor(guesses).T
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
@@ -72,9 +69,8 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     assert set(PUBLISHED.values()) == set(parameters)
     for theirs, ours in PUBLISHED.items():
         expected = tensors[f"eagle3.grad.{theirs}"]
-        torch.testing.assert_close(
-            parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=lambda text, ours=ours: f"{ours}: {text}"
-        )
+        said = lambda text, ours=ours: f"{ours}: {text}"  # noqa: E731
+        torch.testing.assert_close(parameters[ours].grad, expected, atol=1e-4, rtol=1e-4, msg=said)
 
 
 VARIANTS = {
@@ -157,17 +153,15 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
     assert float(whole.total.detach()) == pytest.approx(total, rel=1e-4)
     assert int(whole.count) == count > 0
     assert int(whole.sums["accuracy"]) == right
-    assert [float(whole.sums[name]) for name in ("overlap", "overlap at step 3")] == pytest.approx(
-        [overlap[0], overlap[2]], rel=1e-4
-    )
+    found = [float(whole.sums[name]) for name in ("overlap", "overlap at step 3")]
+    assert found == pytest.approx([overlap[0], overlap[2]], rel=1e-4)
 
 
 def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:
     """Guards heads narrower than their target, which bring their own embedding: they load, draft
     losslessly and can be trained."""
-    options = build_options(
-        Method.Options, {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2, "ttt.steps": 2, "head.layers": "0,1,3"}
-    )
+    tree = {"tree.nodes": 6, "tree.depth": 3, "tree.branch": 2}
+    options = build_options(Method.Options, {**tree, "ttt.steps": 2, "head.layers": "0,1,3"})
     wide = Method.random(target, options, seed=3, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16)
     weights = wide.weights()
     weights.tensors["embed.weight"] = torch.randn(target.vocab_size, 32)
@@ -176,9 +170,8 @@ def test_a_head_with_its_own_embedding_and_width(target: Target) -> None:
     request = Request(tuple(range(3, 20)), 8)
     assert run(decoder, [request])[0] == [plain_decode(target.model, request)]
     ids = torch.arange(3, 15)
-    batch = Batch(
-        ids, target.encode(ids[None], drafter.train_feature_layers)[0], torch.arange(12) > 3, Documents((12,))
-    )
+    features = target.encode(ids[None], drafter.train_feature_layers)[0]
+    batch = Batch(ids, features, torch.arange(12) > 3, Documents((12,)))
     assert drafter.loss(batch).total.isfinite()
 
 
@@ -196,9 +189,8 @@ def test_a_published_head_that_names_no_layers(target: Target, tmp_path: Path) -
     config = json.loads((tmp_path / "config.json").read_text())
     named = {name: config["eyas"].pop(name) for name in ("feature_layers", "layer_ids")}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        FitError, match="this target has 4: where those of its training are known, write them into its config"
-    ) as told:
+    said = "this target has 4: where those of its training are known, write them into its config"
+    with pytest.raises(FitError, match=said) as told:
         Method.load(checkpoints.load(tmp_path), target)
     assert "--head.layers" not in str(told.value)
     (said,) = re.findall(r'"eyas": (\{.*\})$', str(told.value))
@@ -221,11 +213,7 @@ def test_nothing_that_counts(target: Target) -> None:
     """Documents of one and two tokens, of which nothing is foreseen."""
     drafter = Method.random(target, build_options(Method.Options, {"head.layers": "0,1,3"}))
     ids = torch.tensor([5, 6, 7])
-    batch = Batch(
-        ids,
-        target.encode(ids[None], drafter.train_feature_layers)[0],
-        torch.zeros(3, dtype=torch.bool),
-        Documents((1, 2)),
-    )
+    features = target.encode(ids[None], drafter.train_feature_layers)[0]
+    batch = Batch(ids, features, torch.zeros(3, dtype=torch.bool), Documents((1, 2)))
     loss = drafter.loss(batch)
     assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)

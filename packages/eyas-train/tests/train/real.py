@@ -1,5 +1,4 @@
-"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a
-module."""
+"""Real methods on a tiny llama, for tests of the training: what child processes run must stand in a module."""
 
 from __future__ import annotations
 

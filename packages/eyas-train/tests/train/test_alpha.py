@@ -25,28 +25,24 @@ def test_heads_that_draft_less_than_asked_for() -> None:
     assert "1-alpha" not in figures
 
 
-def test_last_prompt() -> None:
-    """Guards where an answer begins: before the last stretch of counted tokens."""
-    counted = [False, True, True, False, False, True, True, False]
-    assert last_prompt(Example(list(range(8)), counted)) == (0, 1, 2, 3, 4)
-
-
 def test_last_prompt_of_plain_text() -> None:
     """Guards the mutant that took the whole text, or none of it: where every token counts there is
     no last answer, so half the text is the prompt."""
     assert last_prompt(Example([5, 6, 7, 8, 9], [True] * 5)) == (5, 6)
     assert last_prompt(Example([5, 6, 7, 8], [True] * 4)) == (5, 6)
-    assert last_prompt(Example([5, 6, 7, 8], [False, True, True, True])) == (5,), (
-        "one token that does not count: a chat"
-    )
+    assert last_prompt(Example([5, 6, 7, 8], [False, True, True, True])) == (5,)  # one that does not count: a chat
+    turns = [False, True, True, False, False, True, True, False]  # an answer begins before the last stretch that counts
+    assert last_prompt(Example(list(range(8)), turns)) == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.slow
 def test_from_real_chains() -> None:
     """Guards the path that training takes."""
-    figures = chain_figures([Example(list(range(20)), [False] * 10 + [True] * 10)], new_tokens=12)(
-        Method.random(Target(zoo.FAMILIES["llama"]()))
+    examples, drafter = (
+        [Example(list(range(20)), [False] * 10 + [True] * 10)],
+        Method.random(Target(zoo.FAMILIES["llama"]())),
     )
+    figures = chain_figures(examples, new_tokens=12)(drafter)
     assert 0 <= figures["0-alpha"] <= 1 <= figures["chain tau"]
 
 

@@ -58,14 +58,6 @@ def test_exactly_the_replies_with_their_end_of_turn_count(tmp_path: Path, templa
     assert example.ids == tokenizer.apply_chat_template(TWO, return_dict=True)["input_ids"]
 
 
-def test_marks_agree_with_those_of_transformers(tmp_path: Path) -> None:
-    """Where transformers' own mask is right, ours is the same."""
-    tokenizer = tokenizer_with(MARKED)
-    theirs = tokenizer.apply_chat_template(TWO, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
-    assert any(theirs)
-    assert one(tmp_path, tokenizer, TWO).counted == [bool(m) for m in theirs]
-
-
 @pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT, CHATML])
 @pytest.mark.parametrize("content", ["fine ", " fine", "fïne ☕", "a  b\n\n", "日本", "x"])
 def test_spaces_and_wide_characters_at_the_edges(tmp_path: Path, template: str, content: str) -> None:
@@ -109,9 +101,8 @@ def test_an_opening_that_replies_lack(tmp_path: Path) -> None:
 
 
 def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> None:
-    """A reply that opens the conversation counts like the others. With prefixes it once did not,
-    without a word: a template may write a default system text before it, so the prompt of no
-    messages is no prefix."""
+    """A reply that opens the conversation counts like the others. With prefixes it once did not, without a word: a
+    template may write a default system text before it, so the prompt of no messages is no prefix."""
     messages = [{"role": "assistant", "content": "welcome"}, *TWO[:2], {"role": "assistant", "content": "and more"}]
     replies = ["welcome<|im_end|>", "fine thanks<|im_end|>", "and more<|im_end|>"]
     for template in (CHATML, DEFAULT_SYSTEM, MARKED):
@@ -146,37 +137,22 @@ def test_every_form_of_a_conversation_is_the_same_example(tmp_path: Path) -> Non
     assert all(example == data.train[0] for example in data.train)
 
 
-def test_compressed_array_and_marked_files(tmp_path: Path) -> None:
-    """A .gz by its first bytes, a JSON array as ShareGPT is published, a byte-order mark, blank lines."""
-    tokenizer = tokenizer_with(CHATML)
-    plain = write(tmp_path, {"messages": TWO}, "", {"messages": TWO[:2]})
-    packed, array = tmp_path / "chat.jsonl.gz", tmp_path / "array.json"
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    array.write_text(json.dumps([{"messages": TWO}, {"messages": TWO[:2]}], indent=1))
-    marked, marked_array = tmp_path / "marked.jsonl", tmp_path / "marked.json"
-    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
-    marked_array.write_bytes(b"\xef\xbb\xbf" + array.read_bytes())
-    expected = list(read(plain, tokenizer, heldout=0).train)
-    for file in (packed, array, marked, marked_array):
-        assert list(read(file, tokenizer, heldout=0).train) == expected
-    assert len(read([plain, packed], tokenizer, heldout=0).train) == 4
-
-
-NAMES = ["chats.jsonlines", "train.jsonl-00000-of-00004", "part-00000", "chats.jsonl.1", "chats.txt", "chats"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["chats.jsonlines", "train.jsonl-00000-of-00004", "chats.jsonl.1", "chats.txt", "chats"]
+)
 def test_conversations_by_another_name(tmp_path: Path, name: str) -> None:
-    """Parts of a data set, rotated files and other endings: the JSON was trained as text, the user's words with it."""
+    """Parts of a data set, rotated files and other endings: the JSON was trained as text, the user's words with it.
+    A .gz by its first bytes, a JSON array as ShareGPT is published, a byte-order mark, blank lines."""
     tokenizer, lines = tokenizer_with(CHATML), [{"messages": TWO}, {"conversations": TWO[:2]}]
     expected = read(write(tmp_path, *lines), tokenizer, heldout=0).train
-    file = write(tmp_path, *lines, name=name)
-    packed, array, marked = tmp_path / f"packed-{name}", tmp_path / f"array-{name}", tmp_path / f"marked-{name}"
-    packed.write_bytes(gzip.compress(file.read_bytes()))
-    array.write_text(json.dumps(lines, indent=1))
-    marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    for form in (file, packed, array, marked):
-        assert list(read(form, tokenizer, heldout=0).train) == list(expected), form
+    file = write(tmp_path, lines[0], "", lines[1], name=name)
+    array = json.dumps(lines, indent=1).encode()
+    forms = {"packed": gzip.compress(file.read_bytes()), "array": array}
+    forms |= {"marked": b"\xef\xbb\xbf" + file.read_bytes(), "marked-array": b"\xef\xbb\xbf" + array}
+    for form, content in {"": file.read_bytes(), **forms}.items():
+        (tmp_path / f"{form}{name}").write_bytes(content)
+        assert list(read(tmp_path / f"{form}{name}", tokenizer, heldout=0).train) == list(expected), form
+    assert len(read([file, tmp_path / f"packed{name}"], tokenizer, heldout=0).train) == 4
     other = write(tmp_path, {"text": "a web page"}, {"text": "another"}, name=name)
     with pytest.raises(InputError, match='no list "messages"'):
         read(other, tokenizer, heldout=0)
@@ -217,62 +193,51 @@ def _at(day: int) -> type[datetime]:
 
 
 def test_plain_text(tmp_path: Path) -> None:
-    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces;
-    everything counts."""
-    tokenizer = tokenizer_with(None)
-    file = write(
-        tmp_path,
-        "first one",
-        "on two lines<|endoftext|>second",
-        "<|endoftext|>",
-        "<|endoftext|>",
-        "0123456789" * 3,
-        name="a.txt",
-    )
-    data = read(file, tokenizer, heldout=0, max_length=23)
-    assert [tokenizer.decode(example.ids) for example in data.train] == [
-        "first one\non two lines",
-        "second",
-        ("0123456789" * 3)[:23],
-        "3456789",
-    ]
+    """Documents are parted by <|endoftext|> wherever it stands; a long one becomes pieces; everything counts."""
+    tokenizer, digits = tokenizer_with(None), "0123456789" * 3
+    lines = ["first one", "on two lines<|endoftext|>second", "<|endoftext|>", "<|endoftext|>", digits]
+    data = read(write(tmp_path, *lines, name="a.txt"), tokenizer, heldout=0, max_length=23)
+    said = [tokenizer.decode(example.ids) for example in data.train]
+    assert said == ["first one\non two lines", "second", digits[:23], "3456789"]
     assert all(all(example.counted) for example in data.train)
     whole = write(tmp_path, "no mark at all", name="b.txt")
     assert tokenizer.decode(read(whole, tokenizer, heldout=0).train[0].ids) == "no mark at all"
 
 
+IMAGE = [{"type": "image", "url": "x"}]
+
 # --- bad lines -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{broken", r"not JSON .* repair or drop the line"),
-        ("[" * 100_000, r"JSON"),
-        ("3", r"not a JSON object"),
-        ({"text": "hi"}, r'no list "messages" or "conversations"'),
-        ({"messages": "hi"}, r'no list "messages"'),
-        ({"messages": []}, r"no assistant's turn"),
-        ({"messages": TWO[:1]}, r"no assistant's turn"),
-        ({"messages": ["hi"]}, r"message 1 must be a dict"),
-        (
-            {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
-            r"message 5 has the unknown role 'asistant'; did you mean assistant",
-        ),
-        ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
-        ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-            r"part 1 of message 1 is of type 'image': only parts of text are read here",
-        ),
-        ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
-        ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}, r"Unicode"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{broken", r"not JSON .* repair or drop the line"),
+    ("[" * 100_000, r"JSON"),
+    ("3", r"not a JSON object"),
+    ({"text": "hi"}, r'no list "messages" or "conversations"'),
+    ({"messages": "hi"}, r'no list "messages"'),
+    ({"messages": []}, r"no assistant's turn"),
+    ({"messages": TWO[:1]}, r"no assistant's turn"),
+    ({"messages": ["hi"]}, r"message 1 must be a dict"),
+    (
+        {"messages": [*TWO, {"role": "asistant", "content": "x"}]},
+        r"5 has the unknown role 'asistant'; did you mean",
+    ),
+    ({"messages": [*TWO, {"content": "x"}]}, r'message 5 has no "role"'),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, r'"role" of message 1 must be a string'),
+    ({"messages": [{"role": "user", "content": None}]}, r'"content" of message 1 must be a string'),
+    (
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        "part 1 of message 1 is of type 'image': only parts of text",
+    ),
+    ({"messages": turns("x" * 400, "y")}, r"the assistant's first token is number 4\d\d, max_length is 200"),
+    ({"messages": turns("\ud800", "x")}, r"Unicode"),
+    (b'{"messages": "\xff"}', "not UTF-8 at byte 14; save the file as UTF-8 or drop the line"),
+])  # fmt: skip
 def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, said: str) -> None:
     """One clear line with the file, the number and what to do; the good lines around it are read."""
-    file = write(tmp_path, {"messages": TWO}, line, {"messages": TWO})
+    file = write(tmp_path, {"messages": TWO}, "LINE" if isinstance(line, bytes) else line, {"messages": TWO})
+    if isinstance(line, bytes):
+        file.write_bytes(file.read_bytes().replace(b"LINE", line))
     data = read(file, tokenizer_with(STRICT), max_length=200, heldout=0)
     assert len(data.train) == 2
     assert (data.report.lines, data.report.bad) == (3, 1)
@@ -286,6 +251,7 @@ UNREADABLE = {
     "a number of 5,000 digits": '{"messages": [], "by": ' + "9" * 5000 + "}",
     "half a number": '{"messages": -}',
 }
+
 if sys.version_info < (3, 14):  # whose parser reads these
     UNREADABLE["60,000 brackets"] = "[" * 60_000 + "]" * 60_000
     UNREADABLE["60,000 brackets inside"] = '{"messages": ' + "[" * 60_000 + "]" * 60_000 + "}"
@@ -303,65 +269,41 @@ def test_json_that_python_cannot_read(tmp_path: Path, name: str) -> None:
     assert problem.endswith("; repair or drop the line")
     assert len(problem) < 300
     array = write(tmp_path, f"[{UNREADABLE[name]}]", name="chat.json")
-    with pytest.raises(
-        InputError, match=r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"
-    ):
+    said = r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"
+    with pytest.raises(InputError, match=said):
         read(array, tokenizer_with(CHATML))
 
 
-def test_bytes_that_are_no_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_bytes(json.dumps({"messages": TWO}).encode() + b'\n{"messages": "\xff"}\n')
-    (problem,) = read(file, tokenizer_with(CHATML), heldout=0).report.problems
-    assert problem == f"{file}:2: not UTF-8 at byte 14; save the file as UTF-8 or drop the line"
-
-
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(CHATML)
-    with pytest.raises(InputError, match=r"none of its 2 lines can be used; the first: .*:1: not JSON"):
-        read(write(tmp_path, "{", "["), tokenizer)
-    with pytest.raises(InputError, match="is empty"):
-        read(write(tmp_path, "", ""), tokenizer)
-    with pytest.raises(InputError, match="does not exist"):
-        read(tmp_path / "missing.jsonl", tokenizer)
-    with pytest.raises(InputError, match="is a folder"):
-        read(tmp_path, tokenizer)
+    tokenizer, packed, missing = tokenizer_with(CHATML), tmp_path / "chat.jsonl.gz", tmp_path / "missing.jsonl"
+    compressed = gzip.compress(json.dumps({"messages": TWO}).encode() * 50)
+    for file, said in (
+        (lambda: write(tmp_path, "{", "["), r"none of its 2 lines can be used; the first: .*:1: not JSON"),
+        (lambda: write(tmp_path, "", ""), "is empty"),
+        (lambda: missing, "does not exist"),
+        (lambda: tmp_path, "is a folder"),
+        (lambda: write(tmp_path, "[{}", name="x.json"), "array"),
+        (lambda: write(tmp_path, "a", name="x.txt"), "tokens, at least 3 are needed"),
+    ):
+        with pytest.raises(InputError, match=said):
+            read(file(), tokenizer)
+    for damaged in (compressed[:-9], compressed[:20]):
+        packed.write_bytes(damaged)
+        with pytest.raises(InputError, match="cannot be read"):
+            read(packed, tokenizer)
     with pytest.raises(InputError, match="no chat template"):
         read(write(tmp_path, {"messages": TWO}), tokenizer_with(None))
-    for damage in (slice(None, -9), slice(None, 20)):
-        broken = tmp_path / "chat.jsonl.gz"
-        broken.write_bytes(gzip.compress(json.dumps({"messages": TWO}).encode() * 50)[damage])
-        with pytest.raises(InputError, match="cannot be read"):
-            read(broken, tokenizer)
-    with pytest.raises(InputError, match="array"):
-        read(write(tmp_path, "[{}", name="x.json"), tokenizer)
-    with pytest.raises(InputError, match="tokens, at least 3 are needed"):
-        read(write(tmp_path, "a", name="x.txt"), tokenizer)
-
-
-def test_options() -> None:
     for options in ({"max_length": 2}, {"heldout": 1.0}, {"heldout": -0.1}):
         with pytest.raises(OptionError):
-            read("nowhere", tokenizer_with(CHATML), **options)
+            read("nowhere", tokenizer, **options)
 
 
 # --- truncation, split, hash ---------------------------------------------------------------------------------------------------------
 
 
-def test_truncation(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(CHATML)
-    whole = one(tmp_path, tokenizer, TWO)
-    data = read(write(tmp_path, {"messages": TWO}), tokenizer, max_length=60)
-    assert data.train[0] == Example(whole.ids[:60], whole.counted[:60])
-    assert data.report.truncated == 1
-    assert data.report.tokens == 60
-    assert data.report.counted_tokens == sum(whole.counted[:60])
-
-
 @pytest.mark.slow
 def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
-    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash:
-    deterministic)."""
+    """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
     tokenizer = tokenizer_with(CHATML)
     lines = [{"messages": turns(f"question {i}", f"answer {i}")} for i in range(400)]
 
@@ -389,14 +331,16 @@ def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
 
 
 def test_every_line_is_told(tmp_path: Path) -> None:
-    seen: list[int] = []
-    read(
-        write(tmp_path, {"messages": TWO}, "{", {"messages": TWO}),
-        tokenizer_with(CHATML),
-        on_line=lambda report: seen.append(report.lines),
-    )
+    """And what is too long is cut."""
+    tokenizer, seen = tokenizer_with(CHATML), list[int]()
+    lines = write(tmp_path, {"messages": TWO}, "{", {"messages": TWO})
+    whole = read(lines, tokenizer, heldout=0, on_line=lambda report: seen.append(report.lines)).train[0]
     assert seen == [1, 2, 3]
     assert str(Report()) == "0 examples, 0 tokens, 0 of them counted"
+    data = read(write(tmp_path, {"messages": TWO}), tokenizer, max_length=60)
+    assert data.train[0] == Example(whole.ids[:60], whole.counted[:60])
+    assert (data.report.truncated, data.report.tokens) == (1, 60)
+    assert data.report.counted_tokens == sum(whole.counted[:60])
 
 
 # --- batches -------------------------------------------------------------------------------------------------------------------------
@@ -410,45 +354,32 @@ def some(*lengths: int) -> Examples:
 
 
 def test_batches_hold_everything_once_and_fit() -> None:
+    """They are a function of seed and epoch."""
     lengths = [3 + (7 * i) % 61 for i in range(500)]
-    batches = Batches(some(*lengths), 256, seed=3)
+    examples = some(*lengths)
+    batches = Batches(examples, 256, seed=3)
     for epoch in (0, 1, None):
         plan = batches.plan(epoch)
         assert sorted(i for batch in plan for i in batch) == list(range(500))
         sizes = [len(batch) * max(lengths[i] for i in batch) for batch in plan]
         assert max(sizes) <= 256
         assert sum(lengths) / sum(sizes) > 0.8  # of what is computed is not padding
-
-
-def test_batches_are_a_function_of_seed_and_epoch() -> None:
-    examples = some(*[3 + i % 40 for i in range(200)])
-    plan = Batches(examples, 128, seed=1).plan(5)
-    assert plan == Batches(examples, 128, seed=1).plan(5)
-    assert plan != Batches(examples, 128, seed=1).plan(6)
-    assert plan != Batches(examples, 128, seed=2).plan(5)
-    assert Batches(examples, 128, seed=1).plan(None) == Batches(examples, 128, seed=2).plan(None)
+    again, other = Batches(examples, 256, seed=3), Batches(examples, 256, seed=2)
+    assert batches.plan(5) == again.plan(5)
+    assert batches.plan(5) not in (again.plan(6), other.plan(5))
+    assert batches.plan(None) == other.plan(None)
 
 
 def test_examples_are_packed_end_to_end() -> None:
-    batches = Batches(some(3, 5), 64)
+    examples = some(3, 5)
+    batches = Batches(examples, 64)
     tokens, counted, documents = batches.load([0, 1])
     assert tokens.tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
-    assert counted.tolist() == [False, False, True, False, False, True, True, True], (
-        "nothing foresees the first two tokens of each"
-    )
+    assert counted.tolist() == [t in (2, 5, 6, 7) for t in range(8)]  # nothing foresees the first two of each
     assert documents.lengths == (3, 5)
     assert batches.tokens([0, 1]) == 8
-
-
-def test_an_example_that_fits_no_batch() -> None:
     with pytest.raises(OptionError, match="batch_tokens is 4, the longest example has 5 tokens"):
-        Batches(some(3, 5), 4)
-
-
-def test_examples_are_a_sequence() -> None:
-    examples = some(3, 4, 5)
-    assert [len(e.ids) for e in examples] == [3, 4, 5]
-    assert examples[-1] == examples[2]
-    assert examples[1:] == [examples[1], examples[2]]
+        Batches(examples, 4)
+    assert (examples[-1], examples[1:]) == (examples[1], [examples[1]])
     with pytest.raises(IndexError):
-        examples[3]
+        examples[2]

@@ -1,5 +1,4 @@
-"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever
-goes on."""
+"""Two processes are one: the same losses and weights as a process alone, whoever begins and whoever goes on."""
 
 from __future__ import annotations
 
@@ -53,9 +52,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert type(found[name]) is Tensor
-        torch.testing.assert_close(
-            found[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        said = lambda text, name=name: f"{name}: {text}"  # noqa: E731
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=said)
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
@@ -99,8 +97,7 @@ def test_a_target_divided_among_processes(tmp_path: Path, alone: Any) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("alone", "fsdp"), ("fsdp", "alone"), ("ddp", "fsdp")])
 def test_another_number_of_processes_goes_on(tmp_path: Path, alone: Any, before: str, after: str) -> None:
-    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is
-    saved is whole."""
+    """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is saved is whole."""
     for kind, stop in ((before, 3), (after, 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoints, "save", checkpoints.save)
@@ -134,10 +131,8 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     """In the middle of a step; the other one says what is kept, and a process alone goes on from there."""
-    with pytest.raises(
-        RuntimeError,
-        match=r"another process of this run has ended; the state of step \d stays in .*; the same command goes on",
-    ):
+    told = r"another process of this run has ended; the state of step \d stays in .*; the same command goes on"
+    with pytest.raises(RuntimeError, match=told):
         together(real.dying_run, tmp_path)
     assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6
 
@@ -159,9 +154,8 @@ def test_a_folder_that_another_run_has(tmp_path: Path) -> None:
 def test_processes_that_cannot_share_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before anyone waits for anyone."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(
-        OptionError, match="3 processes do not divide the 2 batches of a step: accumulation must be a multiple of 3"
-    ):
+    told = "3 processes do not divide the 2 batches of a step: accumulation must be a multiple of 3"
+    with pytest.raises(OptionError, match=told):
         real.head_run("eagle1", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

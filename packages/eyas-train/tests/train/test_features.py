@@ -94,17 +94,8 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]:
-    config = TrainConfig(
-        steps=3,
-        batch_tokens=256,
-        max_length=64,
-        warmup_steps=1,
-        eval_every=2,
-        save_every=0,
-        log_every=1,
-        precision="float32",
-        lr=1e-3,
-    )
+    steps = {"steps": 3, "batch_tokens": 256, "max_length": 64, "warmup_steps": 1, "eval_every": 2, "save_every": 0}
+    config = TrainConfig(**steps, log_every=1, precision="float32", lr=1e-3)
     train(drafters.find(method).random(target, seed=1), data.train, data.heldout, config, folder)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [entry["heldout"]["loss"] if "heldout" in entry else entry["loss"] for entry in log]
@@ -125,25 +116,19 @@ def test_one_loss_curve_from_either_source(method: str, tmp_path: Path, target: 
 
 
 def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
-    """The whole record of a batch, for layers in another order than they are stored in."""
+    """The examples, and the whole record of a batch, for layers in another order than they are stored in."""
+    data = FeatureStore(folder).data()
+    assert (list(data.train), list(data.heldout)) == (list(DATA.train), list(DATA.heldout))
+    assert data.train[2:4] == [DATA.train[2], DATA.train[3]]
+    assert (data.report, data.sha256) == (DATA.report, DATA.sha256)
     drafter = drafters.find("eagle3").random(target)
     drafter.feature_layers = (5, 2, 4)
-    online, disk = (
-        batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, FeatureStore(folder).data().train)
-    )
+    online, disk = (batch_of(Batches(side, 512), [3, 0, 7], drafter) for side in (DATA.train, data.train))
     assert torch.equal(online.tokens_N, disk.tokens_N)
     assert torch.equal(online.counted_N, disk.counted_N)
     assert online.documents == disk.documents
     torch.testing.assert_close(online.features_NF, disk.features_NF, atol=2e-5, rtol=1e-5)
     assert disk.features_NF.shape[1] == 4 * target.hidden_size
-
-
-def test_the_examples_are_those_of_the_data(folder: Path) -> None:
-    data = FeatureStore(folder).data()
-    assert list(data.train) == list(DATA.train)
-    assert list(data.heldout) == list(DATA.heldout)
-    assert data.train[2:4] == [DATA.train[2], DATA.train[3]]
-    assert (data.report, data.sha256) == (DATA.report, DATA.sha256)
 
 
 def test_eight_bits_are_half_of_the_bytes(tmp_path: Path, target: Target, folder: Path) -> None:
@@ -185,37 +170,20 @@ def test_scales() -> None:
     assert stored(values, torch.float8_e4m3fn)[0].isfinite().logical_not().nonzero()[:, 0].tolist() == [5, 6]
 
 
-@pytest.mark.slow
-def test_the_composition_of_batches_does_not_matter(tmp_path: Path, target: Target, folder: Path) -> None:
-    """One example at a time or many: padding must not leak into what the target sees."""
-    alone = made(tmp_path, target, batch_tokens=40)
-    for i in range(36):
-        torch.testing.assert_close(
-            alone.features(i, LAYERS), FeatureStore(folder).features(i, LAYERS), atol=2e-5, rtol=1e-5
-        )
-
-
 def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """One folder serves all that the methods named read; no head is made for it, which takes
-    gigabytes with a large target."""
+    gigabytes with a large target. For a method of the user's own, which need not tell without a net, one is made."""
     kinds = {name: drafters.find(name) for name in ("eagle1", "eagle2", "eagle3")}
     heads = {name: kind.random(target) for name, kind in kinds.items()}
     for name, kind in kinds.items():
         monkeypatch.setattr(kind, "random", None)
         assert set(heads[name].train_feature_layers) == set(layers_for_training(target, [(kind, None)]))
-    assert layers_for_training(target, [(kinds["eagle3"], kinds["eagle3"].Options(head=NewHead(layers="1,3")))]) == (
-        1,
-        3,
-        8,
-    )
-    assert layers_for_training(target, [(kinds["eagle3"], None)]) == LAYERS
+    eagle3 = kinds["eagle3"]
+    assert layers_for_training(target, [(eagle3, eagle3.Options(head=NewHead(layers="1,3")))]) == (1, 3, 8)
+    assert layers_for_training(target, [(eagle3, None)]) == LAYERS
     assert layers_for_training(target, [(kinds["eagle1"], None), (kinds["eagle2"], None)]) == (8,)
     with pytest.raises(OptionError, match="vanilla has nothing to train"):
         layers_for_training(target, [(drafters.find("vanilla"), None)])
-
-
-def test_layers_of_a_method_of_the_users_own(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It need not tell without a net: then one is made."""
     monkeypatch.setattr(toy.Toy, "random", lambda *_: toy.Toy())
     assert layers_for_training(target, [(toy.Toy, None)]) == (1,)
 
@@ -225,12 +193,8 @@ def test_layers_of_a_method_of_the_users_own(target: Target, monkeypatch: pytest
 
 def test_the_manifest(folder: Path, target: Target) -> None:
     held = json.loads((folder / "manifest.json").read_text())
-    assert (held["format"], held["version"], held["layers"], held["dtype"]) == (
-        "eyas-features",
-        1,
-        list(LAYERS),
-        "float32",
-    )
+    assert (held["format"], held["version"], held["dtype"]) == ("eyas-features", 1, "float32")
+    assert held["layers"] == list(LAYERS)
     assert held["target"] == {"name": "tiny-llama", "fingerprint": fingerprint(target), "dtype": "float32"}
     assert "hidden_states" in held["layers_mean"]
     assert held["report"]["problems"] == ["chat.jsonl:7: not JSON"]
@@ -241,16 +205,14 @@ def test_the_manifest(folder: Path, target: Target) -> None:
     for shard in shards:
         assert shard["bytes"] <= 120_000 + 8 * 4 * shard["examples"]
         tensors = load_file(folder / shard["file"])
-        assert {name: tuple(value.shape) for name, value in tensors.items() if name != "crc32"} == {
-            f"layer.{k}": (shard["tokens"], 48) for k in LAYERS
-        }
+        sizes = {name: tuple(value.shape) for name, value in tensors.items() if name != "crc32"}
+        assert sizes == {f"layer.{k}": (shard["tokens"], 48) for k in LAYERS}
         assert len(shard["sha256"]) == 64
         assert sum(value.numel() * value.element_size() for value in tensors.values()) == shard["bytes"]
 
 
 def test_any_shards_are_a_sample(tmp_path: Path, target: Target) -> None:
-    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out
-    examples."""
+    """Data sorted by topic must not make a partial store one-sided, nor leave it without held-out examples."""
     store = begun(tmp_path, target)
     write_features(store, target, [1, 4, 2, 3], 128)
     data = FeatureStore(tmp_path).data()
@@ -292,12 +254,12 @@ def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytes
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(number)
 
+    with pytest.raises(InputError, match="holds no shard to train from yet"):
+        store.data()
+    said = r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run"
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(
-            InputError,
-            match=r"no space left for .*: 2 of \d+ shards are whole and can be trained from; free 0\.0 GiB and run",
-        ):
+        with pytest.raises(InputError, match=said):
             write_features(store, target, store.missing(), 128)
     assert not list(tmp_path.glob(".*"))
     assert 0 < len(FeatureStore(tmp_path).data().train) < 30
@@ -322,12 +284,9 @@ def test_a_damaged_shard_is_noticed_at_its_first_use(copy: Path) -> None:
     broken(copy / "shard-00002.safetensors", -5)
     store = FeatureStore(copy)
     assert store.verify() == [f"{copy}/shard-00002.safetensors is damaged: its checksum is another; {REPAIR}"]
-    data = store.data()
-    with pytest.raises(
-        InputError,
-        match=r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`",
-    ):
-        read_all(data)
+    said = r"shard-00002.safetensors is damaged \(layer 8 of an example\); delete it and run `eyas features`"
+    with pytest.raises(InputError, match=said):
+        read_all(store.data())
 
 
 @pytest.mark.cover(name=1)
@@ -350,10 +309,8 @@ def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
         except InputError:
             refused += 1
         else:
-            assert found[1:] == expected[1:], f"a flipped bit at {place} was not found"
-            assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), (
-                f"a flipped bit at {place} was not found"
-            )
+            same = [torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)]
+            assert (all(same), *found[1:]) == (True, *expected[1:]), f"a flipped bit at {place} was not found"
         (copy / name).write_bytes(content)
     assert refused > 50
 
@@ -398,22 +355,16 @@ def held(store: RemoteStore) -> int:
     return sum(path.stat().st_size for path in store._place.iterdir())
 
 
-def test_eight_bits_from_a_url(tmp_path: Path, target: Target, remote: MemoryFileSystem) -> None:
-    """Guards against rows without their scales, which are in another tensor of the shard."""
-    here = made(tmp_path, target, dtype="float8_e4m3fn")
+@pytest.mark.parametrize(("dtype", "max_bytes"), [("float32", 30_000), ("float32", 10**9), ("float8_e4m3fn", 10**9)])
+def test_one_loss_curve_from_a_url(
+    tmp_path: Path, target: Target, remote: MemoryFileSystem, asked: list[int], dtype: str, max_bytes: int
+) -> None:
+    """Guards against rows of another example, or without their scales, and against a cache that grows: the same bits as
+    from the folder, when a part of a batch fits into the cache and when all does."""
+    here = made(tmp_path / "store", target, dtype=dtype)
     for path in here.folder.iterdir():
         remote.pipe_file(f"/bucket/features/{path.name}", path.read_bytes())
-    for expected, found in zip(read_all(here.data()), read_all(remote_store().data()), strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("max_bytes", [30_000, 10**9])
-def test_one_loss_curve_from_a_url(
-    tmp_path: Path, target: Target, folder: Path, asked: list[int], max_bytes: int
-) -> None:
-    """Guards against rows of another example, and against a cache that grows: the same bits as from the folder, when a
-    part of a batch fits into the cache and when all does."""
-    expected = losses(target, "eagle3", FeatureStore(folder).data(), tmp_path / "here")
+    expected = losses(target, "eagle3", here.data(), tmp_path / "here")
     store = remote_store(max_bytes)
     assert losses(target, "eagle3", store.data(), tmp_path / "elsewhere") == expected
     assert 0 < held(store) <= max_bytes
@@ -422,7 +373,7 @@ def test_one_loss_curve_from_a_url(
 
 def test_what_is_kept_is_read_once(asked: list[int], folder: Path) -> None:
     """Guards against a second epoch that fetches again what is here, or whole shards for one example each. What was
-    read longest ago goes first, and comes again."""
+    read longest ago goes first, and comes again. Examples that are named are fetched together, ahead."""
     expected = read_all(FeatureStore(folder).data())
     store = remote_store()
     for _ in range(2):
@@ -434,11 +385,7 @@ def test_what_is_kept_is_read_once(asked: list[int], folder: Path) -> None:
         small.features(number, (8,))
     assert {number for number, _ in small.kept} == {0, 2, 3}
     assert torch.equal(small.features(1, (8,)), expected[1][:, -48:])
-
-
-def test_examples_come_ahead(asked: list[int]) -> None:
-    """Guards against one request for each example: those that are named are fetched together, and reading them asks
-    for nothing more."""
+    asked.clear()
     examples = remote_store().data().train
     examples.expect([3, 1, 4], LAYERS)  # type: ignore[attr-defined]
     for index in (1, 3, 4):
@@ -486,15 +433,15 @@ def test_stores_elsewhere_that_cannot_be_used(remote: MemoryFileSystem, tmp_path
 # --- what else goes wrong ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:
-    """As an interrupted copy leaves it: refused when training begins, made again by the command."""
+def test_a_truncated_shard(copy: Path, tmp_path: Path, target: Target, folder: Path) -> None:
+    """As an interrupted copy leaves it: refused when training begins, made again by the command. So is one of other
+    features, of the same name and size."""
     path = copy / "shard-00001.safetensors"
     size = path.stat().st_size
     os.truncate(path, size - 100)
     store = FeatureStore(copy)
-    with pytest.raises(
-        InputError, match=rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"
-    ):
+    said = rf"shard-00001.safetensors has {size - 100:,} bytes instead of {size:,}; delete it"
+    with pytest.raises(InputError, match=said):
         store.data()
     assert store.missing() == [1]
     write_features(store, target, [1], 128)
@@ -502,10 +449,6 @@ def test_a_truncated_shard(copy: Path, target: Target, folder: Path) -> None:
     os.truncate(path, 5)
     with pytest.raises(InputError, match="damaged: no header"):
         store.data()
-
-
-def test_a_shard_of_other_features(copy: Path, tmp_path: Path, target: Target) -> None:
-    """Two folders mixed up: same names, same sizes."""
     other = made(tmp_path / "other", Target(zoo.tiny("llama", num_hidden_layers=8, seed=5)))
     shutil.copy(other.path(0), copy)
     with pytest.raises(InputError, match=r"shard-00000.safetensors belongs to other features than the manifest.json"):
@@ -513,14 +456,19 @@ def test_a_shard_of_other_features(copy: Path, tmp_path: Path, target: Target) -
 
 
 def test_damaged_examples_and_manifests(copy: Path) -> None:
+    """A manifest from elsewhere may not name files outside of its folder: they would be read, or written over."""
     broken(copy / "examples.safetensors", -1)
     with pytest.raises(InputError, match="another checksum than the manifest says"):
         FeatureStore(copy)
     manifest = copy / "manifest.json"
     text = manifest.read_text()
+    outside = json.loads(text)
+    outside["shards"][0]["file"] = "../elsewhere.safetensors"
+    outside["sha256"] = "0" * 64  # whoever makes such a manifest would write the right one
     for content, said in (
         (text[:-9], "damaged"), (text.replace('"tokens": ', '"tokns": '), "damaged"), (text.replace("float32", "float16"), "was changed"),
         (text.replace('"version": 1', '"version": 2'), "version 2: a newer eyas"), ("[]", "damaged"),
+        (json.dumps(outside), "names a shard outside of its folder"),
     ):  # fmt: skip
         manifest.write_text(content)
         with pytest.raises(InputError, match=said):
@@ -535,18 +483,11 @@ def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: T
     store.check(target, None)
     with pytest.raises(InputError, match="features of another target: 'tiny-llama', not 'other'"):
         store.check(Target(zoo.tiny("llama", num_hidden_layers=8, seed=5), "other"), None)
-    with pytest.raises(
-        InputError,
-        match="holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4",
-    ):
+    said = "holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4"
+    with pytest.raises(InputError, match=said):
         store.check_layers((2, 3, 6))
     with pytest.raises(InputError, match="also reads 0"):
         store.features(0, (0,))
-
-
-def test_nothing_to_train_from_yet(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(InputError, match="holds no shard to train from yet"):
-        begun(tmp_path, target).data()
 
 
 def test_differences_are_said(target: Target) -> None:
@@ -562,15 +503,12 @@ def test_differences_are_said(target: Target) -> None:
 
 
 def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
-    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show
-    as a loss of NaN."""
+    """float16 ends at 65,504, and a broken target gives NaN: written down, either would only show as a loss of NaN."""
     model = zoo.tiny("llama", num_hidden_layers=8)
     large = begun(tmp_path / "large", target, dtype="float16")
     with torch.no_grad():
         model.model.norm.weight.fill_(1e5)
-    with pytest.raises(
-        OptionError, match=r"features of this target reach [\d.e+]+, too large for float16: store bfloat16"
-    ):
+    with pytest.raises(OptionError, match=r"target reach [\d.e+]+, too large for float16: store bfloat16"):
         write_features(large, Target(model), [0], 128)
     with torch.no_grad():
         model.model.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
@@ -578,15 +516,3 @@ def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:
         write_features(large, Target(model), [0], 128)
     with pytest.raises(OptionError, match="batch_tokens is 16, the longest example has"):
         write_features(large, target, [0], 16)
-
-
-def test_shards_stay_in_their_folder(copy: Path) -> None:
-    """A manifest from elsewhere may not name files outside of its folder: they would be read, or
-    written over."""
-    path = copy / "manifest.json"
-    held = json.loads(path.read_text())
-    held["shards"][0]["file"] = "../elsewhere.safetensors"
-    held["sha256"] = "0" * 64  # whoever makes such a manifest would write the right one
-    path.write_text(json.dumps(held))
-    with pytest.raises(InputError, match="names a shard outside of its folder"):
-        FeatureStore(copy)

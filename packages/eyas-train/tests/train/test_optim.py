@@ -37,13 +37,8 @@ def test_muon_is_for_the_matrices_inside() -> None:
     muon, adamw = HeadOptimizer(head.net, TrainConfig(optimizer="muon"), torch.device("cpu")).optimizers
     groups = [{named[id(value)] for value in part.param_groups[0]["params"]} for part in (muon, adamw)]
     assert {"fc.weight", "layer.attention.q.weight", "layer.mlp.down.weight"} <= groups[0]
-    assert groups[1] == {
-        "head.weight",
-        "norm.weight",
-        "layer.mlp_norm.weight",
-        "layer.embed_norm.weight",
-        "layer.hidden_norm.weight",
-    }
+    norms = {f"layer.{name}_norm.weight" for name in ("mlp", "embed", "hidden")}
+    assert groups[1] == norms | {"head.weight", "norm.weight"}
     assert groups[0] | groups[1] == set(named.values())
 
 
@@ -131,16 +126,10 @@ def test_which_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing. In
     portions, the last one smaller."""
     monkeypatch.setattr(vocab, "TOKENS_AT_ONCE", 3)
-    examples = [
-        Example([5, 5, 5, 6, 2], [True, True, True, False, True]),
-        Example([1, 2, 3, 3, 3], [True] * 5),
-        Example([4], [True]),
-    ]
+    first = Example([5, 5, 5, 6, 2], [True, True, True, False, True])
+    examples = [first, Example([1, 2, 3, 3, 3], [True] * 5), Example([4], [True])]
     assert vocab.count_tokens(examples, 8).tolist() == [0, 0, 1, 3, 0, 1, 0, 0]
     assert vocab.count_tokens([], 3).tolist() == [0, 0, 0]
-
-
-# --- trackers ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -209,9 +198,8 @@ def test_a_tracker_that_does_not_begin(tmp_path: Path, fake: list[Any], monkeypa
         raise RuntimeError("no API key\nconfigured")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(
-        InputError, match="W&B does not begin: no API key configured; WANDB_MODE=offline needs no account"
-    ):
+    told = "W&B does not begin: no API key configured; WANDB_MODE=offline needs no account"
+    with pytest.raises(InputError, match=told):
         toy.run(tmp_path / "run", log="wandb")
 
 

@@ -74,16 +74,16 @@ def plainly(drafter: Drafter, conversation: Conversation, settings: GenerationSe
     messages, replies = list(conversation.messages[: conversation.turns[0]]), list[str]()
     for turn, after in zip(conversation.turns, [*conversation.turns[1:], None], strict=True):
         ids = tuple(render(WORDS, messages))
-        new = plain_decode(
-            drafter.target.model,
-            Request(ids, settings.max_new_tokens, Sampling(settings.sampling.temperature, seed=seed), EOS),
-        )
+        law = Sampling(settings.sampling.temperature, seed=seed)
+        new = plain_decode(drafter.target.model, Request(ids, settings.max_new_tokens, law, EOS))
         replies.append(WORDS.decode(new, skip_special_tokens=True))
-        messages += [
-            {"role": "assistant", "content": replies[-1]},
-            *(conversation.messages[turn + 1 : after] if after else []),
-        ]
+        messages.append({"role": "assistant", "content": replies[-1]})
+        messages += conversation.messages[turn + 1 : after] if after else []
     return replies
+
+
+def messages_of(found: Sequence[Regenerated | Skipped]) -> list[Any]:
+    return [one.messages for one in found if isinstance(one, Regenerated)]
 
 
 @pytest.mark.quick("3")
@@ -101,10 +101,7 @@ def test_every_turn_is_the_targets_own(drafter: Drafter, rows: int) -> None:
         asked = [message for message in one.messages if message["role"] == "user"]
         assert asked == [message for message in record["messages"] if message["role"] == "user"]
         assert len(one.finish) == len(one.tokens) == len(said)
-        assert all(
-            finish == ("length" if count == 12 else "stop")
-            for finish, count in zip(one.finish, one.tokens, strict=True)
-        )
+        assert list(one.finish) == ["length" if count == 12 else "stop" for count in one.tokens]
     assert {finish for one in found if isinstance(one, Regenerated) for finish in one.finish} == {"length", "stop"}
 
 
@@ -118,12 +115,10 @@ def test_marks_stay_in_a_reply(drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 
 
 def test_replies_are_asked_with_the_tools_of_the_line(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against tools that are dropped: the server, and training on the output, have them in
-    the prompt."""
+    """Guards against tools that are dropped: the server, and training on the output, have them in the prompt."""
     tools = [{"type": "function", "function": {"name": "now"}}]
-    monkeypatch.setattr(
-        WORDS, "chat_template", "{% if tools %}{{ tools | tojson }}{% endif %}" + str(WORDS.chat_template)
-    )
+    tooled = "{% if tools %}{{ tools | tojson }}{% endif %}" + str(WORDS.chat_template)
+    monkeypatch.setattr(WORDS, "chat_template", tooled)
     settings = GenerationSettings(max_new_tokens=8)
     (one,) = answered(drafter, [{**chat("hello"), "tools": json.dumps(tools)}], settings)
     assert isinstance(one, Regenerated)
@@ -138,20 +133,11 @@ def test_order_and_rows_do_not_change_what_is_drawn(drafter: Drafter) -> None:
     """Sampled, in float32, each reply with a seed of its own: so a run that was interrupted goes on
     as if it had not been."""
     settings = GenerationSettings(Sampling(temperature=0.9, seed=3), max_new_tokens=10)
-    whole = [one.messages for one in answered(drafter, CHATS, settings, 3) if isinstance(one, Regenerated)]
+    whole = messages_of(answered(drafter, CHATS, settings, 3))
     order = [2, 0, 3, 1]
-    shuffled = [
-        one.messages
-        for one in answered(drafter, [CHATS[i] for i in order], settings, 1)
-        if isinstance(one, Regenerated)
-    ]
+    shuffled = messages_of(answered(drafter, [CHATS[i] for i in order], settings, 1))
     assert shuffled == [whole[i] for i in order]
-    others = [
-        one.messages
-        for one in answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3)
-        if isinstance(one, Regenerated)
-    ]
-    assert others != whole
+    assert messages_of(answered(drafter, CHATS, GenerationSettings(Sampling(0.9, seed=4), 10), 3)) != whole
     first = [m["content"] for one in whole for m in one[1:2]]
     assert len(set(first)) == 4
 
@@ -162,9 +148,7 @@ def test_a_draft_changes_nothing_but_the_speed(drafter: Drafter) -> None:
     settings = GenerationSettings(max_new_tokens=12)
     eagle = drafters.find("eagle2").random(drafter.target, seed=1)
     mine, plain = answered(eagle, CHATS, settings, 3), answered(drafter, CHATS, settings, 3)
-    assert [one.messages for one in mine if isinstance(one, Regenerated)] == [
-        one.messages for one in plain if isinstance(one, Regenerated)
-    ]
+    assert messages_of(mine) == messages_of(plain)
     assert all(isinstance(one, Regenerated) and one.cycles <= one.emitted for one in mine)
 
 
@@ -173,9 +157,8 @@ def test_the_last_turn_only(drafter: Drafter) -> None:
     assert isinstance(one, Regenerated)
     assert one.messages[:5] == CHATS[2]["messages"][:5]
     assert len(one.finish) == 1
-    assert [message["content"] for message in one.messages[5:]] == plainly(
-        drafter, one.conversation, GenerationSettings(max_new_tokens=5), 0
-    )
+    expected = plainly(drafter, one.conversation, GenerationSettings(max_new_tokens=5), 0)
+    assert [message["content"] for message in one.messages[5:]] == expected
 
 
 def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
@@ -200,15 +183,13 @@ def test_what_does_not_fit_the_context(drafter: Drafter) -> None:
 def test_cut_replies_can_be_left_out(drafter: Drafter) -> None:
     """Kept, they are marked; dropped, the conversation ends before them."""
     chats = [chat(f"question {i}", "a", f"and then {i}", "b") for i in range(12)]
-    kept = [
-        one for one in answered(drafter, chats, GenerationSettings(max_new_tokens=4), 4) if isinstance(one, Regenerated)
-    ]
+    whole = answered(drafter, chats, GenerationSettings(max_new_tokens=4), 4)
+    kept = [one for one in whole if isinstance(one, Regenerated)]
     cut = [next((i for i, finish in enumerate(one.finish) if finish == "length"), None) for one in kept]
     assert None in cut
     assert any(cut), "a conversation that is cut after a whole reply"
-    for one, at, before in zip(
-        answered(drafter, chats, GenerationSettings(max_new_tokens=4, drop_cut=True), 4), cut, kept, strict=True
-    ):
+    dropping = answered(drafter, chats, GenerationSettings(max_new_tokens=4, drop_cut=True), 4)
+    for one, at, before in zip(dropping, cut, kept, strict=True):
         if at == 0:
             assert isinstance(one, Skipped)
             assert (one.dropped, one.tokens) == (True, 4)
@@ -245,13 +226,8 @@ def test_which_turns_are_answered(name: str) -> None:
     assert parse_conversation(line(record), GenerationSettings(last_only=True)).turns == turns[-1:]
 
 
-TOOL = {
-    "messages": [
-        *chat("a", "b")["messages"],
-        {"role": "tool", "content": "7"},
-        *chat("c", "d", first="assistant")["messages"],
-    ]
-}
+LATER = chat("c", "d", first="assistant")["messages"]
+TOOL = {"messages": [*chat("a", "b")["messages"], {"role": "tool", "content": "7"}, *LATER]}
 BAD: dict[str, tuple[Any, str]] = {
     "nobody asks": (chat("a", first="assistant"), "nobody asks anything"),
     "nothing": ({"messages": []}, "nobody asks anything"),
@@ -280,14 +256,11 @@ def test_lines_that_cannot_be_read(text: str) -> None:
 def test_a_template_that_refuses(drafter: Drafter) -> None:
     """Its reason is handed on; the other conversations go on."""
     words = tokenizer()
-    words.chat_template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + str(
-        words.chat_template
-    )
+    strict = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    words.chat_template = strict + str(words.chat_template)
     settings = GenerationSettings(max_new_tokens=3)
-    conversations = [
-        parse_conversation(line(record), settings)
-        for record in [chat("a", "b", "c", "d"), chat("q", "r"), chat("w", "a", "b", first="assistant")]
-    ]
+    records = [chat("a", "b", "c", "d"), chat("q", "r"), chat("w", "a", "b", first="assistant")]
+    conversations = [parse_conversation(line(record), settings) for record in records]
     found = {id(one.conversation): one for one in regenerate(drafter, words, EOS, conversations, settings, 2)}
     first, second, third = (found[id(conversation)] for conversation in conversations)
     assert isinstance(first, Regenerated)

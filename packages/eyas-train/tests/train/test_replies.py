@@ -37,6 +37,7 @@ CALLS_FIRST = CUTTING.replace(
 )
 NOT_OPENING = CUTTING.replace("<think>\n", "")
 REASONED = "Two and two make four.\n</think>\n\nFour."
+ANALYSIS = "<|channel|>analysis<|message|>Hm."
 
 
 def read_line(folder: Path, tokenizer: Any, **line: Any) -> Data:
@@ -72,19 +73,13 @@ def test_marks_that_are_special_tokens(template: str, tmp_path: Path) -> None:
     assert ("Two and two." in tokenizer.decode(later)) == (template != FORGETFUL)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
-        ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
-        (
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-            {"content": "Yes.", "thinking": "Hm."},
-        ),
-        ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
-        ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("plain, <b>nothing</b> in it", {"content": "plain, <b>nothing</b> in it"}),
+    ("a call <tool>{}</tool>", {"content": "a call <tool>{}</tool>"}),
+    (f"{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>Yes.", {"content": "Yes.", "thinking": "Hm."}),
+    ("<|channel|>final<|message|>Yes.", {"content": "Yes."}),
+    ("<|channel|>analysis<|message|>Hm, cut", {"content": "", "thinking": "Hm, cut"}),
+])  # fmt: skip
 def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
     """Calls keep their marks; gpt-oss' template refuses channels in content, and reads them under their keys."""
     tokenizer = tokenizer_with(CHATML)
@@ -92,24 +87,17 @@ def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks], special_tokens=True)
     end = tokenizer.convert_tokens_to_ids("</s>")
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
-    assert reply_message(tokenizer, ids, {end, ids[0]} if text.startswith("plain") else {end}) == {
-        "role": "assistant",
-        **expected,
-    }
+    ends = {end, ids[0]} if text.startswith("plain") else {end}
+    assert reply_message(tokenizer, ids, ends) == {"role": "assistant", **expected}
 
 
 def test_templates_that_read_parts(tmp_path: Path) -> None:
     """Guards replies that were looked for in a text without the messages' words: such a template loses strings."""
-    parts = CHATML.replace(
-        "{{ m['content'] }}", "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
-    )
-    tokenizer = tokenizer_with(parts)
+    parts = "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
+    tokenizer = tokenizer_with(CHATML.replace("{{ m['content'] }}", parts))
     data = read_line(tmp_path, tokenizer, messages=TWO)
     assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
     assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
-
-
-# --- prompts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,15 +118,12 @@ def test_prompts_with_tools_are_those_of_the_server(tmp_path: Path, beside: dict
     assert data.report.unused_tools == 0
 
 
-def test_tools_that_the_template_leaves_out_are_reported(tmp_path: Path) -> None:
-    """Guards against a report that says nothing: the server refuses such tools."""
+def test_the_variables_of_a_line(tmp_path: Path) -> None:
+    """A line's chat_template_kwargs are the template's, as a request's are. Tools that the template leaves out are
+    reported: the server refuses them."""
     report = read_line(tmp_path, tokenizer_with(CHATML), messages=TWO, tools=TOOLS).report
     assert report.unused_tools == 1
     assert "in 1 the template leaves out the tools" in str(report)
-
-
-def test_the_variables_of_a_line(tmp_path: Path) -> None:
-    """A line's chat_template_kwargs are the template's, as a request's are."""
     tokenizer = tokenizer_with("{% if slow %}slow {% endif %}" + CHATML)
     data = read_line(tmp_path, tokenizer, messages=TWO[:2], chat_template_kwargs={"slow": True})
     served = render(tokenizer, TWO[:1], chat_template_kwargs={"slow": True})
@@ -161,12 +146,9 @@ def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
     """Guards against a system text beside the turns that is dropped, and lines with calls that are
     refused: files for other trainers have both."""
     tokenizer = tokenizer_with(TOOLED)
-    sharegpt = [
-        {"from": "human", "value": "the time?"},
-        {"from": "function_call", "value": '{"name": "now", "arguments": {"zone": "Oslo"}}'},
-        {"from": "observation", "value": "12:00"},
-        {"from": "gpt", "value": "Noon."},
-    ]
+    called = '{"name": "now", "arguments": {"zone": "Oslo"}}'
+    said = (("human", "the time?"), ("function_call", called), ("observation", "12:00"), ("gpt", "Noon."))
+    sharegpt = [{"from": role, "value": value} for role, value in said]
     data = read_line(tmp_path, tokenizer, conversations=sharegpt, system="Be brief.", tools=json.dumps(TOOLS))
     call = {"function": {"name": "now", "arguments": '{"zone": "Oslo"}'}}
     chat = [
@@ -183,19 +165,13 @@ def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
         read(write(tmp_path, {"conversations": [{"from": "function_call", "value": "now()"}]}), tokenizer)
 
 
-# --- reasoning -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [CUTTING, CUTTING_MARKED, NOT_OPENING])
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {"content": f"<think>\n{REASONED}"},
-        {"content": REASONED},  # as the model writes it after a prompt that opens with <think>
-        {"content": "Four.", "reasoning_content": "Two and two make four."},
-        {"content": "Four.", "reasoning": "Two and two make four."},
-    ],
-)
+@pytest.mark.parametrize("reply", [
+    {"content": f"<think>\n{REASONED}"},
+    {"content": REASONED},  # as the model writes it after a prompt that opens with <think>
+    {"content": "Four.", "reasoning_content": "Two and two make four."},
+    {"content": "Four.", "reasoning": "Two and two make four."},
+])  # fmt: skip
 def test_reasoning_that_the_template_cuts_is_learnt(tmp_path: Path, template: str, reply: dict[str, str]) -> None:
     """Guards against a head that learns the short answer alone: the prompt is the server's, and the
     reply what the model generates after it."""
@@ -215,9 +191,8 @@ def test_of_cut_turns_the_last_counts(tmp_path: Path, template: str) -> None:
     """Earlier replies without their reasoning are not what the model generates there: they are
     context, and the report says so."""
     tokenizer = tokenizer_with(template)
-    data = read_line(
-        tmp_path, tokenizer, messages=turns("1 + 1?", "One and one.\n</think>\n\nTwo.", "2 + 2?", REASONED)
-    )
+    chat = turns("1 + 1?", "One and one.\n</think>\n\nTwo.", "2 + 2?", REASONED)
+    data = read_line(tmp_path, tokenizer, messages=chat)
     assert counted_texts(tokenizer, data.train[0]) == [f"{REASONED}<|im_end|>"]
     served = render(tokenizer, turns("1 + 1?", "Two.", "2 + 2?"))
     assert data.train[0].ids[: len(served)] == served
@@ -232,15 +207,12 @@ def test_a_template_that_keeps_the_last_reasoning_writes_it(tmp_path: Path) -> N
     assert example.ids == render(tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"), add_generation_prompt=False)
 
 
-@pytest.mark.parametrize(
-    ("template", "reply"),
-    [
-        (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
-        (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
-        # writes calls before what was said, where the reasoning would have its place
-        (CALLS_FIRST, {"content": None, "reasoning_content": "Two and two."}),
-    ],
-)
+@pytest.mark.parametrize(("template", "reply"), [
+    (CHATML, {"content": "Four.", "reasoning_content": "Two and two."}),  # it knows no reasoning
+    (TOOLED.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}"), {"content": "Let me see."}),
+    # writes calls before what was said, where the reasoning would have its place
+    (CALLS_FIRST, {"content": None, "reasoning_content": "Two and two."}),
+])  # fmt: skip
 def test_words_that_cannot_be_learnt_are_reported(tmp_path: Path, template: str, reply: dict[str, Any]) -> None:
     """Guards against a silent loss where nothing tells how the model wrote what the template leaves out."""
     calls = {"tool_calls": [{"function": {"name": "now"}}]} if template is not CHATML else {}
@@ -283,9 +255,6 @@ def test_a_first_reply_that_the_template_leaves_out_is_reported(tmp_path: Path) 
     assert (data.report.left_out, data.report.last_only) == (1, 0)
 
 
-# --- what counts ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize("silent", [{"content": "how are you", "weight": 0}, {"content": ""}, {"content": " \n"}])
 @pytest.mark.parametrize("place", [1, 3])
@@ -298,22 +267,15 @@ def test_replies_that_do_not_count(tmp_path: Path, template: str, silent: dict[s
     assert said == ("fine thanks<|im_end|>" if place == 3 else "how are you<|im_end|>")
 
 
-@pytest.mark.parametrize("weight", [1, 1.0, None, True])
-def test_weights_that_count(tmp_path: Path, weight: Any) -> None:
-    tokenizer = tokenizer_with(CHATML)
-    chat = [{**turn, "weight": weight} for turn in TWO]
-    assert one(tmp_path, tokenizer, chat) == one(tmp_path, tokenizer, TWO)
-
-
-@pytest.mark.parametrize(
-    ("reply", "says"),
-    [
-        ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
-        ({"content": " "}, "the assistant says nothing that counts"),
-        ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
-        ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "says"), [
+    ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
+    ({"content": " "}, "the assistant says nothing that counts"),
+    ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
+    ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
+])  # fmt: skip
 def test_lines_in_which_nothing_counts(tmp_path: Path, reply: dict[str, Any], says: str) -> None:
+    tokenizer = tokenizer_with(CHATML)
     with pytest.raises(InputError, match=says):
-        one(tmp_path, tokenizer_with(CHATML), [*turns("2 + 2?"), {"role": "assistant", **reply}])
+        one(tmp_path, tokenizer, [*turns("2 + 2?"), {"role": "assistant", **reply}])
+    for weight in (1, 1.0, None, True):  # weights that count
+        assert one(tmp_path, tokenizer, [{**turn, "weight": weight} for turn in TWO]) == one(tmp_path, tokenizer, TWO)

@@ -50,6 +50,10 @@ TOOL_RESPONSE = {
         "content": {"close": "<|end|>", "content": "text"},
     },
 }
+DAYS = {"day": {"enum": ["today", "tomorrow"]}}
+DAY = {"type": "object", "properties": DAYS, "required": ["day"], "additionalProperties": False}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"day": "today"}}</tool_call>'
+WRITTEN = f"<think>Hm.</think>Let me see.{CALL}{CALL}"  # what a model with tools writes
 
 
 def small_llm(**options: Any) -> eyas.LLM:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from eyas.serve.errors import ApiError
@@ -66,19 +65,13 @@ def test_no_field_of_others_is_ignored_in_silence(path: str, name: str) -> None:
 def test_the_list_is_one_of_all_servers() -> None:
     """Guards against a list that was cut: each server has fields that no other has, on the paths that it serves."""
     for path, names in {
-        "/v1/chat/completions": (
-            "thinking_token_budget",
-            "custom_params",
-            "session_params",
-            "parse_tool_calls",
-            "top_n_sigma",
-        ),
-        "/v1/completions": ("prompt_embeds", "lora_path", "n_cmpl", "t_max_predict_ms"),
-        "/v1/responses": ("previous_input_messages", "extra_key", "lora"),
-        "/v1/messages": ("kv_transfer_params", "betas", "post_sampling_probs"),
-        "/tokenize": ("return_token_strs", "add_special_tokens", "chat_template"),
+        "/v1/chat/completions": "thinking_token_budget custom_params session_params parse_tool_calls top_n_sigma",
+        "/v1/completions": "prompt_embeds lora_path n_cmpl t_max_predict_ms",
+        "/v1/responses": "previous_input_messages extra_key lora",
+        "/v1/messages": "kv_transfer_params betas post_sampling_probs",
+        "/tokenize": "return_token_strs add_special_tokens chat_template",
     }.items():
-        assert set(names) <= foreign_fields(path).keys()
+        assert set(names.split()) <= foreign_fields(path).keys()
     assert not WITHOUT_EFFECT & REFUSED.keys()
 
 
@@ -91,8 +84,7 @@ def test_the_list_is_one_of_all_servers() -> None:
 )  # fmt: skip
 def test_a_field_of_another_path_is_refused_too(server: Running, field: str, value: Any) -> None:
     """Guards fields that other servers have on one path, and clients send on another; through the server."""
-    body = {"prompt": "Hi", "max_tokens": 2, field: value}
-    error = httpx2.post(f"{server.v1}/completions", json=body, timeout=120).json()["error"]
+    error = server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2, field: value}).json()["error"]
     assert (error["param"], field in error["message"]) == (field, True)
 
 
@@ -103,9 +95,7 @@ def test_a_body_of_llama_cpps_page(server: Running) -> None:
            "reasoning_format": "auto", "samplers": None, "repeat_penalty": 1.0, "n_predict": None, "bad_words": []}  # fmt: skip
     fine = {"dry_base": 1.5, "dry_sequence_breakers": ["\n"], "xtc_threshold": 0.2, "mirostat_tau": 4, "mirostat_eta": 0.2,
             "dynatemp_exponent": 2, "cache_prompt": True, "return_progress": True, "id_slot": 1, "n_keep": 4}  # fmt: skip
-    made = httpx2.post(
-        f"{server.v1}/chat/completions", json={"messages": HI, "max_tokens": 2, **off, **fine}, timeout=120
-    )
+    made = server.post("/v1/chat/completions", {"messages": HI, "max_tokens": 2, **off, **fine})
     assert (made.status_code, made.headers.get("x-eyas-ignored-fields")) == (200, None), made.text
 
 
@@ -163,41 +153,29 @@ def test_the_script_reads_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Guards the list against names that are no fields, and against defaults that are none."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "runs"))
     script = importlib.import_module("foreign_fields")
-    files = {
-        name: tmp_path / name
-        for name in ("vllm-1.0-cp38-abi3.whl", "sglang-2.0-cp311.whl", "llama_cpp_python-3.0.tar.gz")
+    vllm, sglang, llama = names = ("vllm-1.0-cp38-abi3.whl", "sglang-2.0-cp311.whl", "llama_cpp_python-3.0.tar.gz")
+    for name, classes, folder in ((vllm, script.VLLM, "vllm"), (sglang, script.SGLANG, "sglang/srt")):
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            for file in {file for listed in classes.values() for file, _ in listed}:
+                wheel.writestr(f"{folder}/entrypoints/{file}/protocol.py", PYDANTIC)
+    sources = {
+        "tools/server/server-schema.cpp": SCHEMA,
+        "tools/server/server-common.cpp": CHAT,
+        "tools/server/server-task.h": b"bool stream = true;\\n int32_t n_predict = -1;",
+        "common/common.h": b"float top_n_sigma = -1.00f;",
     }
-    for (name, path), folder in zip(files.items(), ("vllm/entrypoints", "sglang/srt/entrypoints", ""), strict=True):
-        if not folder:
-            continue
-        classes = script.VLLM if name.startswith("vllm") else script.SGLANG
-        with zipfile.ZipFile(path, "w") as wheel:
-            for file in dict.fromkeys(file for named in classes.values() for file, _ in named):
-                wheel.writestr(f"{folder}/{file}/protocol.py", PYDANTIC)
-    inner = {
-        "server-schema.cpp": SCHEMA,
-        "server-common.cpp": CHAT,
-        "server-task.h": b"bool stream = true;\\n int32_t n_predict = -1;",
-    }
-    with tarfile.open(files["llama_cpp_python-3.0.tar.gz"], "w:gz") as archive:
-        for name, text in [
-            *((f"tools/server/{n}", t) for n, t in inner.items()),
-            ("common/common.h", b"float top_n_sigma = -1.00f;"),
-        ]:
-            member = tarfile.TarInfo(f"llama_cpp_python-3.0/vendor/llama.cpp/{name}")
+    with tarfile.open(tmp_path / llama, "w:gz") as archive:
+        for path, text in sources.items():
+            member = tarfile.TarInfo(f"llama_cpp_python-3.0/vendor/llama.cpp/{path}")
             member.size = len(text)
             archive.addfile(member, io.BytesIO(text))
-    given = [
-        word
-        for flag, path in zip(("--vllm", "--sglang", "--llama-cpp"), files.values(), strict=True)
-        for word in (flag, str(path))
-    ]
-    script.main([*given, "--output", str(tmp_path / "list.json")])
-    made = json.loads((tmp_path / "list.json").read_text())
+    files = [str(tmp_path / name) for name in names]
+    output = tmp_path / "list.json"
+    script.main(["--vllm", files[0], "--sglang", files[1], "--llama-cpp", files[2], "--output", str(output)])
+    made = json.loads(output.read_text())
     assert made["sources"] == ["vllm-1.0", "sglang-2.0", "llama_cpp_python-3.0"]
     sampling = {"max_tokens": [-1], "n_predict": [-1], "options": [], "stream": [True], "top_n_sigma": [-1.0]}
     own = {"echo": [False], "messages": [], "penalty": [-1.0], "seed": [], "session_id": [], "top_k": [40], "words": []}
     chat = {**sampling, **own, "grammar": [], "tools": []}
-    assert made["fields"] == {
-        "/v1/chat/completions": chat, "/v1/completions": sampling, "/v1/responses": sampling, "/v1/messages": sampling, "/tokenize": {},
-    }  # fmt: skip
+    plain = dict.fromkeys(("/v1/completions", "/v1/responses", "/v1/messages"), sampling)
+    assert made["fields"] == {"/v1/chat/completions": chat, **plain, "/tokenize": {}}

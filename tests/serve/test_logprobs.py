@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -64,8 +65,8 @@ def test_offsets_are_places_in_the_text(kind: str) -> None:
     words = ["the cat", "日本語", "😀😀", " é", "<s>", "</s>", "ab", "\n", " sat"]
     for _ in range(30):
         prompt = "".join(rng.choices(words[:4] + words[6:] if kind != "unigram" else words[6:], k=6))
-        parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in rng.choices(words, k=7)]
-        for tokens, before in ((tokenizer(prompt)["input_ids"], ""), (sum(parts, []), prompt)):
+        parts = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in rng.choices(words, k=7))
+        for tokens, before in ((tokenizer(prompt)["input_ids"], ""), ([*chain.from_iterable(parts)], prompt)):
             text = before + tokenizer.decode(tokens, skip_special_tokens=True)
             read = texts.offsets(before or text, len(before)).read
             offsets = [read(token) for token in tokens]

@@ -12,19 +12,10 @@ from eyas.cli._show import Painter, TimedStream
 from eyas.text import StopStrings
 
 
-class Letters:
-    """A detokeniser stand-in: token i is the i-th piece; a piece may be empty."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.pieces = pieces
-
-    def feed(self, token: int) -> str:
-        return self.pieces[token]
-
-
 def painter(pieces: list[str]) -> Painter:
+    """A painter whose detokeniser says the i-th piece for token i; a piece may be empty."""
     made = Painter(SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
-    made._detokeniser = Letters(pieces)  # type: ignore[assignment]
+    made._detokeniser = SimpleNamespace(feed=pieces.__getitem__)  # type: ignore[assignment]
     return made
 
 

@@ -3,13 +3,8 @@ from their sources."""
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
-import tarfile
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,19 +70,6 @@ def test_the_list_is_one_of_all_servers() -> None:
     assert not WITHOUT_EFFECT & REFUSED.keys()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_n_sigma", 1.0), ("guided_whitespace_pattern", "[ ]"), ("lora", [{"id": 0, "scale": 0.5}]), ("n_cmpl", 2),
-        ("reasoning_format", "none"), ("watermark", True), ("messages", HI), ("include_reasoning", False), ("xtc_probability", 0.1),
-    ],
-)  # fmt: skip
-def test_a_field_of_another_path_is_refused_too(server: Running, field: str, value: Any) -> None:
-    """Guards fields that other servers have on one path, and clients send on another; through the server."""
-    error = server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2, field: value}).json()["error"]
-    assert (error["param"], field in error["message"]) == (field, True)
-
-
 def test_a_body_of_llama_cpps_page(server: Running) -> None:
     """Guards against refusing what changes nothing: llama.cpp's page and SillyTavern send every sampler with its default,
     and the finer settings of samplers that are off."""
@@ -111,71 +93,3 @@ def test_editors_are_told_and_not_refused() -> None:
     body = InfillBody.model_validate({"input_prefix": "a", "input_suffix": "b", **given})
     body.check()
     assert body.ignored == ["samplers", "t_max_predict_ms"]
-
-
-# --- the script -----------------------------------------------------------------------------------------
-
-PYDANTIC = b"""
-class Mixin(BaseModel):
-    session_id: str | None = None
-    kind: ClassVar[str] = "x"
-class ChatCompletionRequest(Mixin):
-    messages: list
-    top_k: int = 40
-    seed: int | None = Field(None, ge=-1)
-    echo: bool = Field(default=False, description="a")
-    words: list[str] = Field(default_factory=list)
-    penalty: float | None = -1.0
-    _private: int = 1
-    def top_p(self): pass
-"""
-SCHEMA = b"""
-    add((new field_bool("stream", params.stream)));  // add((new field_num("comment", params.x)))
-    add((new field_nested("options"))
-        ->add_subfield((new field_bool("inner", params.inner))));
-    add((new field_num("n_predict", params.n_predict))
-        ->add_alias("max_tokens"));
-#if 0
-    add((new field_num("off", params.off)));
-#endif
-    add((new field_num("top_n_sigma", params.sampling.top_n_sigma)));
-"""
-CHAT = b"""
-json oaicompat_chat_params_parse(
-    json & body) {
-    if (body.contains("grammar")) { json_value(body, "tools", json()); body.at("messages"); }
-}
-json other(json & body) { body.at("no"); }
-"""
-
-
-def test_the_script_reads_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the list against names that are no fields, and against defaults that are none."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "runs"))
-    script = importlib.import_module("foreign_fields")
-    vllm, sglang, llama = names = ("vllm-1.0-cp38-abi3.whl", "sglang-2.0-cp311.whl", "llama_cpp_python-3.0.tar.gz")
-    for name, classes, folder in ((vllm, script.VLLM, "vllm"), (sglang, script.SGLANG, "sglang/srt")):
-        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
-            for file in {file for listed in classes.values() for file, _ in listed}:
-                wheel.writestr(f"{folder}/entrypoints/{file}/protocol.py", PYDANTIC)
-    sources = {
-        "tools/server/server-schema.cpp": SCHEMA,
-        "tools/server/server-common.cpp": CHAT,
-        "tools/server/server-task.h": b"bool stream = true;\\n int32_t n_predict = -1;",
-        "common/common.h": b"float top_n_sigma = -1.00f;",
-    }
-    with tarfile.open(tmp_path / llama, "w:gz") as archive:
-        for path, text in sources.items():
-            member = tarfile.TarInfo(f"llama_cpp_python-3.0/vendor/llama.cpp/{path}")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text))
-    files = [str(tmp_path / name) for name in names]
-    output = tmp_path / "list.json"
-    script.main(["--vllm", files[0], "--sglang", files[1], "--llama-cpp", files[2], "--output", str(output)])
-    made = json.loads(output.read_text())
-    assert made["sources"] == ["vllm-1.0", "sglang-2.0", "llama_cpp_python-3.0"]
-    sampling = {"max_tokens": [-1], "n_predict": [-1], "options": [], "stream": [True], "top_n_sigma": [-1.0]}
-    own = {"echo": [False], "messages": [], "penalty": [-1.0], "seed": [], "session_id": [], "top_k": [40], "words": []}
-    chat = {**sampling, **own, "grammar": [], "tools": []}
-    plain = dict.fromkeys(("/v1/completions", "/v1/responses", "/v1/messages"), sampling)
-    assert made["fields"] == {"/v1/chat/completions": chat, **plain, "/tokenize": {}}

@@ -3,7 +3,6 @@ small endpoints."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -452,17 +451,3 @@ def test_large_bodies(llm: eyas.LLM) -> None:
         parts = (large[i : i + 100] for i in range(0, len(large), 100))  # sent in chunks, without a length
         for content, status in ((large, 413), (parts, 413), (json.dumps(BODY).encode(), 200)):
             assert server.request("POST", COMPLETIONS, content=content, headers=JSON).status_code == status
-
-
-@pytest.mark.slow
-def test_the_application_without_a_socket(llm: eyas.LLM) -> None:
-    """The application is plain ASGI: it runs in other servers than uvicorn."""
-
-    async def asked() -> httpx2.Response:
-        app = make_app(Service(llm, Settings("tiny", rows=1)))
-        async with app.router.lifespan_context(app):
-            transport = httpx2.ASGITransport(app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.post(COMPLETIONS, json=BODY)
-
-    assert asyncio.run(asked()).json()["choices"][0]["text"] == llm.generate("Hello", raw=True, max_new_tokens=8).text

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+import eyas
+from serving import PROMPTS, Running
+
 pytest.importorskip("fastapi", reason="the server needs eyas[serve]")
 
 from eyas.serve import page as page_files
@@ -556,31 +559,6 @@ def test_slider_stands_below_its_cycle(open_page: Open, address: str, script: Sc
 
 
 @pytest.mark.exhaustive
-def test_zoom(open_page: Open, address: str, script: Script) -> None:
-    """A tree of 60 nodes is legible unasked, fits when asked, and stays at the chosen size from
-    cycle to cycle."""
-    wide = cycle(1, "What", [f" word{n}" for n in range(9)], " end", refused=[f" other{n}" for n in range(50)])
-    script.turns = [[FIRST, wide, {**wide, "number": 2}]]
-    page = open_page(address)
-    ask(page)
-    page.locator(".answer [data-cycle='1']").first.click()
-
-    def width() -> float:
-        return float(page.locator("svg.tree").evaluate("tree => tree.getBoundingClientRect().width"))
-
-    room = page.locator(".drawing").evaluate("d => d.clientWidth")
-    legible = width()
-    assert legible > room
-    page.get_by_role("button", name="Fit the tree").click()
-    assert width() <= room
-    page.get_by_role("button", name="Zoom in").click()
-    zoomed = width()
-    assert zoomed > legible * 0.5
-    page.get_by_role("button", name="Next cycle").click()
-    assert width() == pytest.approx(zoomed)
-
-
-@pytest.mark.exhaustive
 def test_layout_of_trees(open_page: Open, address: str) -> None:
     """No two boxes of a tree overlap, children stand to the right of their parents, and the
     accepted path is a straight line."""
@@ -774,3 +752,41 @@ def test_view_file(open_page: Open, tmp_path: Path) -> None:
     cut = open_page(view("What time do y", FIRST, SECOND, THIRD))
     assert cut.locator(".answer").text_content() == "What time do y"
     assert cut.get_by_text("6 tokens \u00b7 2 cycles").count() == 1
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Running, llm: eyas.LLM) -> None:
+    """The page shows the text of `LLM.generate`, each character in a token of a cycle, and as many
+    cycles: what the server sends and what the page reads fit together."""
+    page = open_page(server.url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Max tokens").fill("24")
+    page.get_by_label("Message").fill(PROMPTS[0])
+    page.keyboard.press("Enter")
+    page.locator("#send:visible").wait_for()
+    own = llm.generate(PROMPTS[0], max_new_tokens=24)
+    assert page.locator(".answer").text_content() == own.text
+    assert "".join(page.locator(".answer .token").all_text_contents()) == own.text
+    figures = f"{len(own.token_ids)} tokens \u00b7 {own.stats.cycles} cycles \u00b7 tau {own.stats.tau:.2f}"
+    assert figures in page.locator(".figures").inner_text()
+    page.locator(".answer .token.drafted").first.click()
+    panel = page.get_by_label("The selected cycle")
+    first = page.locator(".answer .selected").all_text_contents()
+    assert f"{len(first)}\n" in panel.locator(".facts").inner_text()
+    accepted = panel.locator("svg.tree g.accepted .token").all_text_contents()
+    assert "".join(accepted) == "".join(first[: len(accepted)]).replace(" ", "\u00b7")
+    assert panel.locator("svg.tree g").count() > len(first)
+
+
+def test_live_view_of_the_embedded_model(open_page: Callable[..., Any], server: Running) -> None:
+    """The page shows the figures of a request. It shows those of the last ten seconds, so it is opened before the
+    request is sent."""
+    page = open_page(f"{server.url}/#live")
+    page.get_by_text("of 4 rows, 0 waiting").wait_for()
+    server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=24
+    )
+    page.get_by_text("depth 1").wait_for()
+    assert "by the method's options" in page.locator("#live-view").inner_text()

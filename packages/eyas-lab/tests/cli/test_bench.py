@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import processes
 import zoo
 from eyas.locks import locked_folder
 from eyas_lab.bench.contestants import Drafting, Question
@@ -298,36 +293,3 @@ def test_a_method_that_fails_takes_no_other_one_down(
     assert (rows["suffix"]["error"], rows["prompt_lookup"]["error"]) == ("AttributeError: broken", None)
     assert rows["prompt_lookup"]["tau"] >= 1
     assert run(*bench, "--methods", "suffix", "--restart").exit_code == 1
-
-
-# --- interruptions -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-def test_kill_9_loses_one_prompt_at_most(
-    run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
-) -> None:
-    """Bug: a kill costs more than the prompt that was asked, or the next run mixes a half one in.
-    The kill comes at once after the second prompt was written: a false alarm needs a machine that
-    asks six prompts of 3 x 40 tokens before this process is woken."""
-    count = 8
-    prompts.write_text("".join(json.dumps({"prompt_ids": list(range(5 + i, 12 + i))}) + "\n" for i in range(count)))
-    command = [*bench, "--methods", "vanilla", "--max-new-tokens", 40]
-    arguments = [str(world / "llama") if a == "llama" else str(a) for a in command]
-    answers = tmp_path / "out" / "answers.jsonl"
-    program, environment = [sys.executable, "-m", "eyas", *arguments], processes.environment()
-    with processes.started(program, True, stderr=subprocess.PIPE, env=environment) as process:
-        processes.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 6, process)
-        process.send_signal(signal.SIGKILL)
-    there = answers.read_text()
-    whole = [json.loads(line)["prompt"] for line in there.splitlines(keepends=True) if line.endswith("\n")]
-    assert 2 <= len(set(whole)) < count
-    done = {prompt for prompt, count in Counter(whole).items() if count == 3}
-    assert len(set(whole) - done) <= 1, "at most the last prompt is not whole"
-    again = run(*command)
-    assert again.exit_code == 0, (again.output, again.exception)
-    lines = answers.read_text().splitlines()
-    assert lines[: 3 * len(done)] == there.splitlines()[: 3 * len(done)], "what was whole is kept to the byte"
-    names = ("vanilla", "transformers", "transformers_prompt_lookup")
-    asked = [(a["prompt"], a["method"]) for a in map(json.loads, lines)]
-    assert asked == [(f"mine/{i + 1}", m) for i in range(count) for m in names]

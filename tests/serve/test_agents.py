@@ -23,7 +23,7 @@ from eyas.serve.protocol.fields import GenerationBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, _chunks
 from eyas.serve.tools import tools_of
-from serving import PROMPTS, TOOL_RESPONSE, Running, events, running, small_llm, tooled_llm
+from serving import TOOL_RESPONSE, Running, events, running, small_llm
 
 HI = {"role": "user", "content": "Hi"}
 DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
@@ -330,17 +330,3 @@ def test_a_call_is_not_written_in_silence(dialect: str, pause: float) -> None:
     assert times[-1] == pytest.approx(20 * pause)
     assert max(after - before for before, after in pairwise(times)) <= 1.0 + 1e-6
     assert len(times) < 20 * pause + 15
-
-
-@pytest.mark.slow
-def test_comments_while_a_call_is_written(llm: eyas.LLM) -> None:
-    """The same through the server: a comment at each cycle, where silence may last no time at all."""
-    pytest.importorskip("llguidance", reason="structured output needs llguidance")
-    text = {"text": {"type": "string", "minLength": 200, "maxLength": 200}}
-    schema = {"type": "object", "properties": text, "required": ["text"]}
-    asked: dict[str, Any] = {"tokens": 500, "stream": True, "tool_choice": "required"}
-    asked["tools"] = [{"type": "function", "function": {"name": "write", "parameters": schema}}]
-    with running(tooled_llm(), rows=1, keep_alive=1e-4) as server:
-        body = post(server, CHATS, {"role": "user", "content": PROMPTS[0]}, **asked).text
-    begins = body.index('"role":"assistant"')
-    assert body.count(": keep-alive", begins, body.index('"tool_calls"')) > 5

@@ -86,16 +86,6 @@ def test_special_tokens_that_a_prompt_spells_out() -> None:
     assert list(map(texts.offsets(text).read, tokens)) == [0, 0, 1, 5]
 
 
-def test_prompts_in_the_form_of_vllm() -> None:
-    """By id, with the rank where it is known."""
-    made = TEXTS.prompt([None, value(A, -3.0, (B, -0.1))])
-    assert made[0] is None
-    assert made[1] == {
-        str(B): {"logprob": -0.1, "rank": 1, "decoded_token": "b"},
-        str(A): {"logprob": -3.0, "rank": None, "decoded_token": "a"},
-    }
-
-
 def test_a_stream_goes_on_where_it_was() -> None:
     """Offsets of a stream's chunks follow each other, each sequence for itself; the prompt comes
     with the first chunk."""
@@ -146,7 +136,9 @@ def test_prompt_logprobs(server: Running) -> None:
     listed = choice["prompt_logprobs"]
     assert isinstance(listed, list)
     assert listed[0] is None
-    assert [str(token) in entry for token, entry in zip((6, 7), listed[1:], strict=True)] == [True, True]
+    for token, entry in zip((6, 7), listed[1:], strict=True):
+        assert entry[str(token)].keys() == {"logprob", "rank", "decoded_token"}
+        assert {1, 2} <= {one["rank"] for one in entry.values()}
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
     chat = server.post("/v1/chat/completions", body).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]

@@ -173,12 +173,3 @@ def test_histories_that_clients_repeat(tooled: Running) -> None:
     for message in wrong:
         with pytest.raises(openai.BadRequestError, match="message 2"):
             answer(message)
-
-
-@pytest.mark.slow
-def test_parse_with_tools(tooled: Running) -> None:
-    """Guards the client's `parse` of calls."""
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    chat = tooled.client().chat.completions.parse(tools=[strict], tool_choice="required", **GREEDY)
-    (call,) = chat.choices[0].message.tool_calls or []
-    assert call.function.parsed_arguments in ({"day": "today"}, {"day": "tomorrow"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,26 +36,22 @@ def test_the_commit_is_of_the_clone_and_says_when_files_were_changed(tmp_path: P
     """Bug: an installed eyas names the commit of whatever repository its environment lies in; or
     changed files pass as the commit's."""
     assert commit(tmp_path) is None
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
 
     def git(*command: str) -> str:
-        named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        return subprocess.run(
-            ["git", "-C", str(tmp_path), *named, *command], check=True, capture_output=True, text=True
-        ).stdout.strip()
+        named = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        words = ["git", "-C", str(tmp_path), *named, *command]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
-    try:
-        git("init", "-q")
-    except FileNotFoundError:
-        pytest.skip("git is not installed")
+    git("init", "-q")
     assert commit(tmp_path) is None, "no commit yet"
     (tmp_path / "x").write_text("1")
     git("add", "x")
     git("commit", "-q", "-m", "x")
-    head = git("rev-parse", "HEAD")
-    assert len(head) == 40
-    assert commit(tmp_path) == head
+    assert commit(tmp_path) == git("rev-parse", "HEAD")
     (tmp_path / "x").write_text("2")
-    assert commit(tmp_path) == f"{head}+"
+    assert commit(tmp_path) == f"{git('rev-parse', 'HEAD')}+"
     (tmp_path / "inner").mkdir()
     assert commit(tmp_path / "inner") is None
 
@@ -63,21 +60,17 @@ class _Event:
     """An event of a GPU whose clock a test sets: work takes two milliseconds on the device, and a
     second on the host."""
 
-    now_ms = 0.0
+    now_ms = at_ms = 0.0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        self.at_ms: float | None = None
 
     def record(self) -> None:
         self.at_ms = _Event.now_ms
 
-    def synchronize(self) -> None:
-        assert self.at_ms is not None
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: _Event) -> float:
-        assert self.at_ms is not None
-        assert end.at_ms is not None
         return end.at_ms - self.at_ms
 
 

@@ -21,7 +21,6 @@ from eyas_lab.bench.intervals import (
     mean_acceptance_length,
     ratio,
     ratio_of_ratios,
-    relative_cycle_cost,
 )
 from eyas_lab.bench.record import Answer, Differs, Memory, answer_from
 from steps import step
@@ -195,12 +194,6 @@ def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
     """A cycle of a chain."""
     tree = (range(-1, drafted), [True] * (drafted + 1))
     return step(accepted, range(accepted + 1), tree, emitted=accepted if cut else None)
-
-
-def test_costs_without_anything_under_them() -> None:
-    """Bug: answers of one token divide by zero."""
-    assert relative_cycle_cost(6, 2, 4, 4) == 3
-    assert relative_cycle_cost(6, 0, 4, 4) is relative_cycle_cost(6, 2, 0, 0) is None
 
 
 def test_the_interval_is_that_of_a_plain_bootstrap() -> None:

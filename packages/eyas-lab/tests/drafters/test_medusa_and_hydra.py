@@ -77,16 +77,6 @@ def test_same_text_as_plain_decoding(
         assert sum(s.accepted for s in steps) > 0, "which must come true now and then"
 
 
-def test_a_prompt_that_is_gone_on_with(target: Target) -> None:
-    """Guards `truncate`: with reuse a second prompt is read from where the first one's tokens end, and
-    the text is the same."""
-    decoder = Decoder(target, make("medusa", target, "init_for_training"), 1, reuse=True)
-    first = Request(tuple(range(5, 20)), 8)
-    ((answer,), _) = run(decoder, [first])
-    second = Request((*first.prompt, *answer, 9, 8), 8)
-    assert run(decoder, [second])[0] == [plain_decode(target.model, second)]
-
-
 def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
     """Guards the beginning of training: every head says what the target's head says, exactly, whatever the path. It is
     asked in the same shape: for another number of rows some processors add up in another order."""

@@ -19,7 +19,12 @@ from serving import PROMPTS, Running, events, running
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 JSON, PLAIN = {"content-type": "application/json"}, {"content-type": "text/plain"}
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TALKS: dict[str, dict[str, Any]] = {
+    CHATS: CHAT,
+    RESPONSES: {"input": "Hi", "max_output_tokens": 2},
+    MESSAGES: {"model": "tiny", **CHAT},
+}
 
 
 def test_a_stream_as_events(server: Running) -> None:
@@ -150,6 +155,62 @@ def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> N
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (404 if field == "model" else 400, field), error
         assert not any(words in error["message"] for words in ("Input should", "valid", "Field required", "Extra"))
+
+
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": {}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (CHATS, {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
+        (CHATS, {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
+        (CHATS, {"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+        (CHATS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "give one of them"),
+        (CHATS, {"regex": "a", "guided_regex": "b"}, "twice"),
+        (CHATS, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "Invalid type"),
+        (CHATS, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
+        (CHATS, {"tools": [{"type": "function"}]}, "tool 1"),
+        (CHATS, {"tool_choice": "required"}, "no tools"),
+        *((RESPONSES, {name: value}, name) for name, value in {
+            "previous_response_id": "resp_1", "background": True, "conversation": "conv_1", "tools": [{"type": "web_search"}],
+            "tool_choice": {"type": "function", "name": "f"}, "reasoning": {"effort": "high"}, "truncation": "auto",
+            "include": ["message.output_text.logprobs"],
+        }.items()),
+        *((RESPONSES, {"input": value}, "") for value in ([], [{"role": "user"}], [{"type": "item_reference", "id": "x"}], IMAGE)),
+        (MESSAGES, {"model": "gpt"}, "no model"), (MESSAGES, {"tool_choice": {"type": "some"}}, "tool_choice"),
+        *((MESSAGES, {name: value}, name) for name, value in {
+            "max_tokens": None, "messages": [], "best_of": 2, "top_p": 3, "mcp_servers": [{"url": "x"}],
+            "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        }.items()),
+        (MESSAGES, {"max_tokens": 0}, "max_tokens"), (MESSAGES, {"messages": DOCUMENT}, "document"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "no place for tools"),
+    ],
+)  # fmt: skip
+def test_refusals(server: Running, path: str, change: dict[str, Any], words: str) -> None:
+    """Guards against fields that are silently ignored: the refusal has the dialect's form, and says what is wrong."""
+    pytest.importorskip("llguidance", reason="structured output needs llguidance")
+    response = server.post(path, {**TALKS[path], **change})
+    assert response.status_code == (404 if "model" in change else 400), response.text
+    body = response.json()
+    assert body["error"].keys() == ({"type", "message"} if path == MESSAGES else {"message", "type", "param", "code"})
+    assert (body.get("type") == "error") == (path == MESSAGES)
+    assert words in json.dumps(body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TALKS)
+def test_an_error_in_a_stream(server: Running, path: str) -> None:
+    """The deadline of a stream is an event of the dialect's form."""
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    more = {limit: 500, "stream": True, "timeout": 1e-3, "ignore_eos": True}
+    last = [event for event in events(server.post(path, {**TALKS[path], **more})) if event != "[DONE]"][-1]
+    error = last if path == RESPONSES else last["error"]
+    assert "time" in error["message"]
+    assert path == CHATS or last["type"] == "error"
+    assert path != MESSAGES or error["type"] == "timeout_error"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])

@@ -136,26 +136,6 @@ def test_messages_of_a_chat() -> None:
     assert body.ignored == ["thinking.budget_tokens", "unheard_of"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model": "gpt"}, "no model"), ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"), ({"tool_choice": {"type": "some"}}, "tool_choice"), ({"best_of": 2}, "best_of"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"), ({"top_p": 3}, "top_p"),
-        ({"tools": [WEATHER]}, "no place for tools"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-    ],
-)  # fmt: skip
-def test_refusals(server: Running, change: dict[str, Any], words: str) -> None:
-    """Errors have Anthropic's form, and say what is wrong."""
-    response = post(server, **{**ASK, **change})
-    assert response.status_code in (400, 404)
-    body = response.json()
-    assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
-    assert words in body["error"]["message"]
-
-
 @pytest.mark.slow
 def test_errors_name_what_the_client_wrote(server: Running) -> None:
     """Guards numbers that are one too large behind a system text, and more behind results of tools."""
@@ -172,14 +152,6 @@ def test_errors_name_what_the_client_wrote(server: Running) -> None:
             assert words in post(server, **{**ASK, "messages": asked, "system": system}).json()["error"]["message"]
     text = post(server, **{**ASK, "system": [{"type": "text"}]}).json()["error"]["message"]
     assert "part 1 of the system text" in text
-
-
-@pytest.mark.slow
-def test_an_error_in_a_stream(server: Running) -> None:
-    """The deadline of a stream is an event of Anthropic's form."""
-    made = streamed(server, **{**ASK, "max_tokens": 500}, timeout=1e-3, ignore_eos=True)
-    assert (made[-1]["type"], made[-1]["error"]["type"]) == ("error", "timeout_error")
-    assert "time" in made[-1]["error"]["message"]
 
 
 def test_errors_of_every_status(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

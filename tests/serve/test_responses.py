@@ -56,35 +56,6 @@ def test_events(server: Running, llm: eyas.LLM) -> None:
     assert last.response.incomplete_details.reason == "max_output_tokens"
 
 
-@pytest.mark.quick("change0", "change2", "change4", "change6", "change10")
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"previous_response_id": "resp_1"}, {"background": True}, {"conversation": "conv_1"}, {"tools": [{"type": "web_search"}]},
-        {"tool_choice": {"type": "function", "name": "f"}}, {"reasoning": {"effort": "high"}}, {"truncation": "auto"},
-        {"include": ["message.output_text.logprobs"]}, {"input": [{"type": "item_reference", "id": "x"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, {"input": [{"role": "user"}]},
-        {"input": []},
-    ],
-)  # fmt: skip
-def test_what_is_not_served_is_refused(server: Running, change: dict[str, Any]) -> None:
-    """What is not remembered, tools of the server's own and images are named in the refusal."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.client().responses.create(**{"input": "Hi", **GREEDY, **change})
-    (name,) = change
-    assert name in str(caught.value.body) or name == "input"
-
-
-@pytest.mark.slow
-def test_an_error_in_a_stream(server: Running) -> None:
-    """The deadline of a stream is a typed event."""
-    options: dict[str, Any] = {"stream": True, "extra_body": {"timeout": 1e-3, "ignore_eos": True}}
-    stream = server.client().responses.create(input=PROMPTS[0], **{**GREEDY, "max_output_tokens": 500, **options})
-    *_, last = stream
-    assert last.type == "error"
-    assert "time" in last.message
-
-
 # --- calls and reasoning ---------------------------------------------------------------------------
 
 WEATHER: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": DAY, "strict": True}  # fmt: skip

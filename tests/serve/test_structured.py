@@ -83,28 +83,6 @@ def test_names_of_vllm(server: Running, fields: dict[str, Any], pattern: str) ->
         assert regex.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-@pytest.mark.quick("fields0-structural_tag")
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "whitespace_pattern"),
-        ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "give one of them"),
-        ({"regex": "a", "guided_regex": "b"}, "twice"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "Invalid type"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
-        ({"tools": [{"type": "function"}]}, "tool 1"),
-        ({"tool_choice": "required"}, "no tools"),
-    ],
-)
-def test_refusals(server: Running, fields: dict[str, Any], reason: str) -> None:
-    """Guards against fields that are silently ignored: status 400, and what is wrong by its name."""
-    with pytest.raises(openai.BadRequestError, match=reason):
-        server.client().chat.completions.create(extra_body=fields, **GREEDY)
-
-
 # --- tools ---------------------------------------------------------------------------------------------
 
 

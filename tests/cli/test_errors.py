@@ -40,6 +40,7 @@ BAD = {
     "flag without a value": ((*ASK, "--seed"), ["--seed needs a value"]),
     "no number": ((*ASK, "--top-k", "many"), ["--top-k", "unable to convert 'many' into int"]),
     "unknown method": ((*ASK, "--method", "eagel2"), ["unknown method 'eagel2'", "eagle2"]),
+    "unknown mode": ((*ASK, "--tree", "atuo"), ["atuo"]),
     "no such module": ((*ASK, "--method", "my.method"), ["method 'my.method' cannot be loaded", "No module named 'my'"]),
     "an option for training": ((*ASK, "--ttt.steps", 3), ["unknown option --ttt.steps"]),
     "option of another method": ((*ASK, "--draft", "head", "--tree.choices", "chain"),

@@ -91,18 +91,6 @@ def test_laws_and_log_probabilities(answer: Run, world: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampling", [(), ("--temperature", 1, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3)]
-)
-def test_every_method_says_the_same(answer: Run, sampling: tuple[object, ...]) -> None:
-    said = [answer("hello", "--method", "vanilla", *sampling)["token_ids"]]
-    said += [answer("hello", "--draft", "head", *tree, *sampling)["token_ids"] for tree in (TREE, ())]
-    if not sampling:
-        said.append(answer("hello", "--draft", "head", "--method", "eagle1", "--tree.choices", "chain-3")["token_ids"])
-    assert all(ids == said[0] for ids in said)
-
-
-@pytest.mark.slow
 def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) -> None:
     """Without a draft stderr says so, unless a method is named; a prompt may come from stdin."""
     said = answer("hello", "--draft", "head")["text"]

@@ -81,11 +81,6 @@ def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) 
     assert decided("--method", "suffix", ids="5,9,5,9,5,9")[:2] == ("auto", {"plain", "fixed"})
 
 
-def test_a_wrong_mode(refused: Callable[..., str]) -> None:
-    """Bug: a typing error becomes the other mode."""
-    assert "atuo" in refused("generate", "--target", "llama", "--tree", "atuo", "hi")
-
-
 @pytest.mark.exhaustive
 def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
     """Bugs: `tree=auto` and `head=random` of a part of --methods are taken for options of the

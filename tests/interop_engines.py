@@ -24,12 +24,21 @@ def python_of(environment: str) -> Path:
     return Path(folder) / environment / "bin" / "python"
 
 
+def outside() -> dict[str, str]:
+    """The environment of a program that does not see eyas."""
+    return {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
+
+
+def compute(python: Path, program: str, *arguments: Any) -> None:
+    """Run a program to its end, with status 0."""
+    done = processes.run([python, PROGRAMS / program, *arguments], env=outside())
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any]:
     """A program's answer to a question; both are JSON, the answer is its last line."""
-    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    with processes.started(
-        [python, PROGRAMS / program], stdin=-1, stdout=-1, stderr=-1, text=True, env=outside
-    ) as process:
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), -1)
+    with processes.started([python, PROGRAMS / program], **pipes, text=True, env=outside()) as process:
         stdout, stderr = processes.finish(process, json.dumps(question))
     assert process.returncode == 0, stdout[-2000:] + stderr[-4000:]
     answer: dict[str, Any] = json.loads(stdout.strip().splitlines()[-1])

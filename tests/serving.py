@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx2
 import openai
 import uvicorn
 
@@ -48,6 +50,10 @@ TOOL_RESPONSE = {
         "content": {"close": "<|end|>", "content": "text"},
     },
 }
+DAYS = {"day": {"enum": ["today", "tomorrow"]}}
+DAY = {"type": "object", "properties": DAYS, "required": ["day"], "additionalProperties": False}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"day": "today"}}</tool_call>'
+WRITTEN = f"<think>Hm.</think>Let me see.{CALL}{CALL}"  # what a model with tools writes
 
 
 def small_llm(**options: Any) -> eyas.LLM:
@@ -63,6 +69,7 @@ def tooled_llm() -> eyas.LLM:
     return small_llm(tokenizer=tokenizer)
 
 
+SECONDS = 120  # that a response may take on a busy machine
 URL_VARIABLE = "EYAS_SERVER_URL"  # where a server listens already that the contract is tested with
 
 
@@ -77,6 +84,18 @@ class Remote:
     def v1(self) -> str:
         """The base URL for clients of OpenAI."""
         return f"{self.url}/v1"
+
+    def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Send a request without a client library between."""
+        return httpx2.request(method, self.url + path, **{"timeout": SECONDS, **options})
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        """Send a JSON body."""
+        return self.request("POST", path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        """Ask for a path."""
+        return self.request("GET", path, **options)
 
     def client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's client; it does not try again unless told."""
@@ -106,6 +125,12 @@ class Running(Remote):
         """Wait until no sequence is left."""
         while not self.service.engine.idle:
             time.sleep(0.005)
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """The data of each event of a stream, in order; `[DONE]` as text."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @contextmanager

@@ -216,9 +216,8 @@ def test_a_learnt_head_is_saved(tmp_path: Path) -> None:
     given, mine = tmp_path / "given", tmp_path / "mine"
     checkpoints.save(make("eagle3", Target(model)).weights(), given)  # type: ignore[attr-defined]
     before = {file.name: file.read_bytes() for file in given.iterdir()}
-    llm = adapting(
-        eyas.load(model, given, tokenizer=False, tree={"nodes": 8, "depth": 3, "branch": 2}), share=1e9, steps=1
-    )
+    plain = eyas.load(model, given, tokenizer=False, tree={"nodes": 8, "depth": 3, "branch": 2})
+    llm = adapting(plain, share=1e9, steps=1)
     assert isinstance(llm, LearningLLM)
     assert llm.method == "eagle3"
     for _ in range(4):

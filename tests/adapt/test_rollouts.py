@@ -16,8 +16,6 @@ from eyas.adapt import Learner, Settings
 from eyas.core.target import Target
 from test_lossless import make
 
-PAD = 0
-
 
 @pytest.mark.exhaustive
 def test_rollouts_while_the_target_is_trained(tmp_path: Path) -> None:
@@ -27,13 +25,7 @@ def test_rollouts_while_the_target_is_trained(tmp_path: Path) -> None:
     policy: Any = zoo.tiny("llama")
     checkpoints.save(make("eagle3", Target(policy)).weights(), tmp_path)  # type: ignore[attr-defined]
     prompts = torch.tensor([[5, 6, 7], [9, 8, 4], [5, 6, 7]])
-    asked = {
-        "input_ids": prompts,
-        "attention_mask": torch.ones_like(prompts),
-        "max_new_tokens": 24,
-        "pad_token_id": PAD,
-    }
-
+    asked = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), "max_new_tokens": 24, "pad_token_id": 0}
     tree = {"nodes": 8, "depth": 3, "branch": 2}
     head = eyas.load(policy, tmp_path, tokenizer=False, kernels="off", tree=tree).drafter
     learner = Learner(head, Settings(share=1e9, lr=5e-3, steps=1))

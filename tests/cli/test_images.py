@@ -38,28 +38,16 @@ def messages(*paths: Path) -> list[dict[str, Any]]:
 def test_images_as_an_option(run: Run, folder: Path) -> None:
     """Guards which images are read, in which order, with several answers too."""
     llm = eyas.load(folder / "llava", "suffix")
+    ask = ("generate", "--target", folder / "llava", *FLAGS, "--json", "What is this?")
     texts = set()
     for paths in ((folder / "0.png",), (folder / "1.png",), (folder / "1.png", folder / "0.png")):
-        images = [flag for path in paths for flag in ("--image", path)]
-        made = run("generate", "--target", folder / "llava", *FLAGS, *images, "--json", "What is this?")
+        made = run(*ask, *(flag for path in paths for flag in ("--image", path)))
         assert made.exit_code == 0, made.stderr
         expected = llm.generate(messages(*paths), max_new_tokens=8, ignore_eos=True)
         assert tuple(json.loads(made.stdout)["token_ids"]) == expected.token_ids
         texts.add(expected.text)
     assert len(texts) == 3
-    several = run(
-        "generate",
-        "--target",
-        folder / "llava",
-        *FLAGS,
-        "--image",
-        folder / "0.png",
-        "--n",
-        2,
-        "--json",
-        "What is this?",
-    )
-    first, second = json.loads(several.stdout)["results"]
+    first, second = json.loads(run(*ask, "--image", folder / "0.png", "--n", 2).stdout)["results"]
     assert first["token_ids"] == second["token_ids"]
     assert first["text"] in texts
 
@@ -88,16 +76,13 @@ def test_images_in_a_file_of_prompts(run: Run, folder: Path) -> None:
         (("--image", "nowhere.png", "What is this?"), "--image nowhere.png: there is no such file"),
         (("--image", "nowhere.png", "--raw", "What is this?"), "--image goes with a prompt of text"),
         (("--image", "nowhere.png", "--prompt-ids", "1,2"), "--image goes with a prompt of text"),
+        pytest.param(("--target", "embedded", "--image", "0.png", "What is this?"), "LlamaForCausalLM reads text alone",
+                     marks=pytest.mark.slow),
     ],
-)
-def test_what_is_refused(run: Run, folder: Path, arguments: tuple[str, ...], says: str) -> None:
-    found = run("generate", "--target", folder / "llava", *arguments)
-    assert found.exit_code == 2
-    assert says in found.stderr
-
-
-@pytest.mark.slow
-def test_models_of_text_alone(run: Run, folder: Path) -> None:
-    found = run("generate", "--image", folder / "0.png", "What is this?")
-    assert found.exit_code == 2
-    assert "LlamaForCausalLM reads text alone" in found.stderr
+)  # fmt: skip
+def test_what_is_refused(
+    run: Run, folder: Path, arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    found = run("generate", *(() if "--target" in arguments else ("--target", folder / "llava")), *arguments)
+    assert (found.exit_code, says in found.stderr) == (2, True), found.stderr

@@ -9,22 +9,12 @@ from typing import Any
 import eyas
 from eyas.api import Piece
 from eyas.cli._show import Painter, TimedStream
-from eyas.text import StopStrings
-
-
-class Letters:
-    """A detokeniser stand-in: token i is the i-th piece; a piece may be empty."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.pieces = pieces
-
-    def feed(self, token: int) -> str:
-        return self.pieces[token]
 
 
 def painter(pieces: list[str]) -> Painter:
+    """A painter whose detokeniser says the i-th piece for token i; a piece may be empty."""
     made = Painter(SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
-    made._detokeniser = Letters(pieces)  # type: ignore[assignment]
+    made._detokeniser = SimpleNamespace(feed=pieces.__getitem__)  # type: ignore[assignment]
     return made
 
 
@@ -64,19 +54,3 @@ def test_an_answer_that_is_broken_off(world: Any) -> None:
     assert len(list(stream)) >= 1
     assert stream.result().finish_reason == "length"
     assert stream.result().stats.seconds == stream.seconds > 0
-
-
-def test_painter_on_a_real_tokenizer(world: Any) -> None:
-    from transformers import AutoTokenizer
-
-    words = AutoTokenizer.from_pretrained(world / "llama")
-    ids = words("hello world", add_special_tokens=False)["input_ids"]
-    reader, made = StopStrings(words, ["wo"]), Painter(SimpleNamespace(tokenizer=words))  # type: ignore[arg-type]
-    spans: list[tuple[str, bool]] = []
-    for i, token in enumerate(ids):
-        piece = reader.feed(token)
-        spans += made.split(Piece(piece.text, (token,), i % 2, None))
-        if piece.hit:
-            break
-    assert "".join(text for text, _ in spans) == "hello "
-    assert [mark for text, mark in spans for _ in text] == [bool(i % 2) for i in range(6)]

@@ -8,7 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,8 @@ sys.argv = ["eyas", "generate", "hi"]
 from eyas.cli import main
 main()
 """
-    done = processes.run(
-        [sys.executable, "-c", code], preexec_fn=processes.accept_interrupts, env=processes.environment()
-    )
+    how: dict[str, Any] = {"preexec_fn": processes.accept_interrupts, "env": processes.environment()}
+    done = processes.run([sys.executable, "-c", code], **how)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "eyas: interrupted\n")
 
 
@@ -84,12 +84,36 @@ def test_an_interrupt_that_a_library_swallows(monkeypatch: pytest.MonkeyPatch, r
             raise ImportError("numpy is broken") from None
 
     monkeypatch.setattr(doctor, "_machine", broken)
+    with interruptible():
+        result = run("doctor")
+    assert (result.exit_code, result.stderr) == (130, "eyas: interrupted\n")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Python's own handler: background jobs of a shell begin without it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        result = run("doctor")
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (result.exit_code, result.stderr) == (130, "eyas: interrupted\n")
+
+
+def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers makes an ImportError of it, and eyas said that a method cannot be loaded."""
+    from eyas.cli._errors import exit_status
+    from eyas.errors import OptionError
+
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise OptionError("method 'eagle1' cannot be loaded") from ImportError("PreTrainedModel")
+        return 0
+
+    with interruptible():
+        assert exit_status(command) == 130
+    assert capsys.readouterr().err == "eyas: interrupted\n"
 
 
 # --- colors and widths --------------------------------------------------------------------------
@@ -152,20 +176,10 @@ def without(packages: set[str], *lines: tuple[object, ...]) -> subprocess.Comple
 @pytest.mark.exhaustive
 def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
     """matplotlib and scipy are for tests and pictures; rich-click was needed for every command."""
-    extras = {
-        "matplotlib",
-        "scipy",
-        "rich_click",
-        "click_rich_help",
-        "tensorboard",
-        "wandb",
-        "fastapi",
-        "uvicorn",
-        "prometheus_client",
-    }
+    extras = "matplotlib scipy rich_click click_rich_help tensorboard wandb fastapi uvicorn prometheus_client"
     help_pages = (("--help",), ("methods", "--json"), ("generate", "--help-all"), ("train", "--help"))
     generate = ("generate", "--target", world / "llama", "hi", "--max-new-tokens", 3)
-    done = without(extras, *help_pages, generate)
+    done = without(set(extras.split()), *help_pages, generate)
     assert done.returncode == 0, done.stderr
 
 
@@ -173,10 +187,8 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     done = without({"fastapi"}, ("serve", "--target", tmp_path / "no model"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "eyas: error: eyas serve needs fastapi: pip install 'eyas[serve]' (in a clone: pip install '.[serve]')\n"
-    )
+    said = "eyas: error: eyas serve needs fastapi: pip install 'eyas[serve]' (in a clone: pip install '.[serve]')\n"
+    assert done.stderr == said
 
 
 def test_help_of_a_command_does_not_import_torch() -> None:
@@ -188,85 +200,78 @@ def test_help_of_a_command_does_not_import_torch() -> None:
 # --- outputs ------------------------------------------------------------------------------------
 
 
-def test_one_process_at_a_time_writes_results(run: Run, refused: Run, tmp_path: Path) -> None:
+def write(path: Path, *lines: Any) -> Path:
+    """Write lines of JSON; a text stands as it is."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[object, ...]:
+    """A command that answers the lines of in.jsonl into out.jsonl."""
+    write(tmp_path / "in.jsonl", {"prompt": "hi"})
+    return (*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+
+
+def test_one_process_at_a_time_writes_results(
+    run: Run, refused: Run, tmp_path: Path, files: tuple[object, ...]
+) -> None:
     """Two runs on one output wrote every line twice, and both ended with status 0."""
-    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    command = (*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
     with locked_output(tmp_path / "out.jsonl"):
-        assert f"out.jsonl is being written by process {os.getpid()} on " in refused(*command)
+        assert f"out.jsonl is being written by process {os.getpid()} on " in refused(*files)
     assert (tmp_path / "out.jsonl").read_text() == ""
-    assert run(*command).exit_code == 0
+    assert run(*files).exit_code == 0
 
 
-def test_results_of_other_prompts_or_settings_are_refused(run: Run, refused: Run, tmp_path: Path) -> None:
+def test_results_of_other_prompts_or_settings_are_refused(
+    run: Run, refused: Run, tmp_path: Path, files: tuple[object, ...]
+) -> None:
     """The answer to another question was returned, without a word."""
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b"}\n')
-    command = (*GENERATE, "--input", prompts, "--output", output)
-    assert run(*command).exit_code == 0
+    one, two = {"prompt": "one"}, {"prompt": "two", "id": "b"}
+    write(prompts, one, two)
+    assert run(*files).exit_code == 0
     before = output.read_text()
-    assert "temperature 0.0 there, 0.5 now" in refused(*command, "--temperature", 0.5)
-    assert "max_new_tokens 3 there, 4 now; stop [] there, ['x'] now" in refused(
-        *command, "--max-new-tokens", 4, "--stop", "x"
-    )
-    assert "dtype float32 there, bfloat16 now" in refused(*command, "--dtype", "bfloat16")
-    prompts.write_text('{"prompt": "one"}\n{"prompt": "too", "id": "b"}\n')
-    assert "holds the answer to another prompt for id 'b'" in refused(*command)
-    prompts.write_text('{"prompt": "zero"}\n{"prompt": "one"}\n')
-    assert "holds the answer to another prompt for line 1" in refused(*command)
+    for options, words in (
+        (("--temperature", 0.5), "temperature 0.0 there, 0.5 now"),
+        (("--max-new-tokens", 4, "--stop", "x"), "max_new_tokens 3 there, 4 now; stop [] there, ['x'] now"),
+        (("--dtype", "bfloat16"), "dtype float32 there, bfloat16 now"),
+    ):
+        assert words in refused(*files, *options)
+    write(prompts, one, {**two, "prompt": "too"})
+    assert "holds the answer to another prompt for id 'b'" in refused(*files)
+    write(prompts, {"prompt": "zero"}, one)
+    assert "holds the answer to another prompt for line 1" in refused(*files)
     assert output.read_text() == before
-    old = [
-        {k: v for k, v in json.loads(line).items() if k not in ("prompt_sha256", "settings")}
-        for line in before.splitlines()
-    ]
-    output.write_text("".join(json.dumps(line) + "\n" for line in old))
-    prompts.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b"}\n{"prompt": "three"}\n')
-    assert "2 of 3 are in" in run(*command).stderr, (
-        "results of an earlier version do not say what they are the answer to"
-    )
+    results = [json.loads(line) for line in before.splitlines()]
+    write(output, *({k: v for k, v in line.items() if k not in ("prompt_sha256", "settings")} for line in results))
+    write(prompts, one, two, {"prompt": "three"})
+    assert "2 of 3 are in" in run(*files).stderr, "an earlier version did not say to what its results are the answers"
 
 
 @pytest.mark.parametrize(
     "line", ['{"prompt_ids": [' + "1" * 5000 + "]}", "[" * 60_000, '{"prompt": "x", "id": ' + "7" * 5000 + "}"]
 )
-def test_json_that_python_refuses_is_a_bad_line(run: Run, refused: Run, tmp_path: Path, line: str) -> None:
+def test_json_that_python_refuses_is_a_bad_line(
+    run: Run, refused: Run, tmp_path: Path, line: str, files: tuple[object, ...]
+) -> None:
     """Thousands of digits or brackets ended in a traceback, in prompts and in an old output."""
-    (tmp_path / "in.jsonl").write_text(f'{line}\n{{"prompt": "hi"}}\n')
-    result = run(*GENERATE, "--input", tmp_path / "in.jsonl")
-    assert result.exit_code == 2
-    assert "in.jsonl:1: JSON " in result.stderr
+    write(tmp_path / "in.jsonl", line, {"prompt": "hi"})
+    result = run(*files[:-2])
+    assert (result.exit_code, "in.jsonl:1: JSON " in result.stderr) == (2, True)
     assert [json.loads(out)["line"] for out in result.stdout.splitlines()] == [2]
-    (tmp_path / "old.jsonl").write_text(line + "\n")
-    assert "holds something other than results" in refused(
-        *GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "old.jsonl"
-    )
+    write(tmp_path / "out.jsonl", line)
+    assert "holds something other than results" in refused(*files)
 
 
 @pytest.mark.cover(made_by=2)
 @pytest.mark.parametrize("made_by", [5, [], "x", None, {"fingerprint": 5}])
-def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any) -> None:
+def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any, files: tuple[object, ...]) -> None:
     """`"by": 5` in an output of regenerate, or settings that are no object, ended in a traceback."""
-    (tmp_path / "chat.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    )
-    (tmp_path / "own.jsonl").write_text(json.dumps({"key": "x", "messages": [], "by": made_by}) + "\n")
-    command = ("regenerate", "--target", "llama", "--data", tmp_path / "chat.jsonl", "--output", tmp_path / "own.jsonl")
-    assert run(*command, "--max-new-tokens", 3).exit_code in (0, 2)
-    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    (tmp_path / "out.jsonl").write_text(
-        json.dumps({"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"}) + "\n"
-    )
-    assert run(*GENERATE, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl").exit_code in (0, 2)
-
-
-@pytest.mark.parametrize("name", [".", "..", "my method", "a..b", ""])
-def test_names_that_are_no_method(refused: Run, name: str) -> None:
-    """`--method .` ended with a traceback of importlib."""
-    assert f"unknown method {name!r}" in refused(*GENERATE, "hi", "--method", name)
-
-
-def test_an_output_that_cannot_be(refused: Run, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
-    assert "output file '/proc/x' cannot be created there" in refused(
-        *GENERATE, "--input", tmp_path / "in.jsonl", "--output", "/proc/x"
-    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = write(tmp_path / "chat.jsonl", {"messages": chat})
+    own = write(tmp_path / "own.jsonl", {"key": "x", "messages": [], "by": made_by})
+    command = ("regenerate", "--target", "llama", "--data", data, "--output", own, "--max-new-tokens", 3)
+    assert run(*command).exit_code in (0, 2)
+    write(tmp_path / "out.jsonl", {"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"})
+    assert run(*files).exit_code in (0, 2)

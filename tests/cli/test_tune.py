@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from command_line import last_json
 from eyas import passes
 
 Run = Callable[..., Any]
@@ -20,30 +21,28 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "REPEATS", 1)
 
 
+TUNE = ("tune", "--target", "llama", "--draft", "head")
+
+
 @pytest.mark.slow
 def test_tune_measures_once_and_says_where(run: Run, tmp_path: Path) -> None:
     """Bugs: it measures again what is known, or does not when it is told to; a pipe gets something
     else than one JSON object."""
-    first, second, third = (
-        run("tune", "--target", "llama", "--draft", "head", "--json", *more) for more in ((), (), ("--force",))
-    )
-    found = [json.loads(result.stdout) for result in (first, second, third)]
+    found = [json.loads(run(*TUNE, "--json", *more).stdout) for more in ((), (), ("--force",))]
     assert [f["measured"] for f in found] == [True, False, True]
-    assert found[0]["costs"] == found[1]["costs"]
-    assert Path(found[0]["file"]).is_file()
-    assert Path(found[0]["file"]).is_relative_to(tmp_path / "cache" / "eyas")
-    assert found[0]["method"] == "eagle2"
-    assert found[0]["costs"]["nodes"] == list(passes.NODES)
-    assert set(found[0]["tree"]) == {"nodes", "depth", "branch", "accepted", "tokens_per_second"}
-    assert found[0]["plain"]["tokens_per_second"] > 0
+    first, second, _ = found
+    assert first["costs"] == second["costs"]
+    assert Path(first["file"]).is_file()
+    assert Path(first["file"]).is_relative_to(tmp_path / "cache" / "eyas")
+    assert (first["method"], first["costs"]["nodes"]) == ("eagle2", list(passes.NODES))
+    assert set(first["tree"]) == {"nodes", "depth", "branch", "accepted", "tokens_per_second"}
+    assert first["plain"]["tokens_per_second"] > 0
 
 
 @pytest.mark.slow
 def test_tune_for_people(run: Run) -> None:
     """Bug: a table that cannot be printed; the tree that pays most is not in it."""
-    result = run(
-        "tune", "--target", "llama", "--draft", "head", "--tree.nodes", 9, "--tree.depth", 3, "--tree.branch", 2
-    )
+    result = run(*TUNE, "--tree.nodes", 9, "--tree.depth", 3, "--tree.branch", 2)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "branch" in result.stdout
     assert "nodes 9 depth" in result.stdout or "nodes 8 depth" in result.stdout
@@ -62,34 +61,24 @@ def test_tune_refuses(refused: Callable[..., str]) -> None:
 def test_auto_is_what_nothing_said_means(answer: Callable[..., dict[str, Any]]) -> None:
     """Bugs: a tree that the user describes is changed; auto is not the default, says other ids, or
     grows beyond what was allowed."""
-    plain = answer("--method", "vanilla", "--prompt-ids", "5,9,100")
-    auto = answer("--draft", "head", "--prompt-ids", "5,9,100")
+
+    def decided(*arguments: object, ids: str = "5,9,100") -> tuple[str, set[str], dict[str, Any]]:
+        made = answer("--prompt-ids", ids, *arguments)
+        return made["policy"], set(made["decisions"]), made
+
+    (_, _, plain), (_, _, auto) = decided("--method", "vanilla"), decided("--draft", "head")
     assert (plain["policy"], auto["policy"]) == ("fixed", "auto")
     assert plain["decisions"] == {"fixed": plain["cycles"]}
     assert auto["token_ids"] == plain["token_ids"]
     assert sum(auto["decisions"].values()) == auto["cycles"]
     assert auto["decisions"]["plain"] >= 3
-    described = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree.nodes", 9)
-    assert (described["policy"], set(described["decisions"])) == ("fixed", {"fixed"})
-    fixed = answer("--draft", "head", "--prompt-ids", "5,9,100", "--tree", "fixed")
-    assert (fixed["policy"], set(fixed["decisions"])) == ("fixed", {"fixed"})
-    within = answer(
-        "--draft", "head", "--prompt-ids", "5,9,100", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2
-    )
-    assert within["policy"] == "auto"
-    assert set(within["decisions"]) <= {
-        "plain",
-        "suffix",
-        *(f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11)),
-    }
-    suffix = answer("--method", "suffix", "--prompt-ids", "5,9,5,9,5,9")
-    assert suffix["policy"] == "auto"
-    assert set(suffix["decisions"]) == {"plain", "fixed"}
-
-
-def test_a_wrong_mode(refused: Callable[..., str]) -> None:
-    """Bug: a typing error becomes the other mode."""
-    assert "atuo" in refused("generate", "--target", "llama", "--tree", "atuo", "hi")
+    for described in (("--tree.nodes", 9), ("--tree", "fixed")):
+        assert decided("--draft", "head", *described)[:2] == ("fixed", {"fixed"})
+    policy, within, _ = decided("--draft", "head", "--tree", "auto", "--tree.nodes", 3, "--tree.depth", 2)
+    allowed = {f"{n}/{d}/{b}" for n in (2, 3) for d in (1, 2) for b in range(1, 11)}
+    assert policy == "auto"
+    assert within <= {"plain", "suffix", *allowed}
+    assert decided("--method", "suffix", ids="5,9,5,9,5,9")[:2] == ("auto", {"plain", "fixed"})
 
 
 @pytest.mark.exhaustive
@@ -103,31 +92,31 @@ def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
         "eagle2", "eagle2:tree=fixed", "eagle2:head=random", "eagle2:tree.nodes=9", "eagle2:tree.depth=3:tree=auto", "suffix",
         "suffix:tree=auto", "medusa:head=random",
     )  # fmt: skip
-    command = (
-        "bench",
-        "--target",
-        "llama",
-        "--draft",
-        "head",
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        16,
-        "--probe",
-        0,
-        "--json",
-    )
-    result = run(*command, "--methods", ",".join(specs), "--output", tmp_path / "out")
-    assert result.exit_code == 0, (result.output, result.exception)
-    summary = json.loads(result.stdout.strip().splitlines()[-1])
+
+    def bench(methods: str, output: str, *more: object) -> dict[str, Any]:
+        command = (
+            "bench",
+            "--target",
+            "llama",
+            "--draft",
+            "head",
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            16,
+            "--probe",
+            0,
+        )
+        result = run(*command, "--json", "--methods", methods, "--output", tmp_path / output, *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return last_json(result)
+
+    summary = bench(",".join(specs), "out")
     about = summary["settings"]["methods"]
     auto = {name for name, found in about.items() if found.get("policy") == "auto"}
     assert auto == {"eagle2", "eagle2:head=random", "eagle2:tree.depth=3:tree=auto", "suffix:tree=auto"}
     assert about["eagle2:head=random"]["head"] == "random"
     assert about["eagle2:head=random"]["weights"] != about["eagle2"]["weights"]
     assert all(row["equal"] for row in summary["rows"] if not row["method"].startswith("transformers"))
-    result = run(
-        *command, "--methods", "eagle2,eagle2:tree=auto", "--output", tmp_path / "sim", "--simulate-acceptance", "0.5"
-    )
-    about = json.loads(result.stdout.strip().splitlines()[-1])["settings"]["methods"]
+    about = bench("eagle2,eagle2:tree=auto", "sim", "--simulate-acceptance", "0.5")["settings"]["methods"]
     assert [about[name]["policy"] for name in ("eagle2", "eagle2:tree=auto")] == ["fixed", "auto"]

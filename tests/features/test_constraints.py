@@ -74,12 +74,8 @@ def test_paths_through_a_constraint_are_accepted() -> None:
     """Guards masks below the root, also before the request's length: an oracle's nodes, most of
     them forbidden, are accepted where they are right. Two methods in one tree agree."""
     asked = requests()
-    oracle = Oracle(
-        target(),
-        {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]},
-        16,
-        6,
-    )
+    known = {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]}
+    oracle = Oracle(target(), known, 16, 6)
     (tokens, steps) = run(Decoder(target(), oracle, 2), [asked[1], asked[4]])
     assert tokens == [list(answers()[1]), list(answers()[4])]
     assert sum(step.accepted for step in steps) >= 8
@@ -94,10 +90,8 @@ def test_a_constraint_is_asked_once_per_cycle() -> None:
     """Guards the cost of verification: one walk for a whole tree. Heads that know the constraint
     ask at every level."""
     trie = Trie()
-    _, steps = run(
-        Decoder(target(), make("suffix", target())),
-        [wished((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)],
-    )
+    asked = wished((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)
+    _, steps = run(Decoder(target(), make("suffix", target())), [asked])
     assert trie.masks == len(steps)
 
 
@@ -122,35 +116,24 @@ class Broken(Trie):
         self.where, self.result = where, result
 
     def __getattribute__(self, name: str) -> object:
-        if (
-            not name.startswith("_")
-            and name == object.__getattribute__(self, "where")
-            and len(object.__getattribute__(self, "text")) >= 2
-        ):
-            if (result := object.__getattribute__(self, "result")) is not None:
+        own = super().__getattribute__
+        if name in ("mask", "accept", "finished", "forced") and name == own("where") and len(own("text")) >= 2:
+            if (result := own("result")) is not None:
                 return lambda *args: result
             raise RuntimeError("broken here")
-        return super().__getattribute__(name)
-
-
-FAULTS = {
-    "mask": (lambda: Broken("mask"), "constraint raised RuntimeError: broken here"),
-    "accept": (lambda: Broken("accept"), "constraint raised RuntimeError: broken here"),
-    "finished": (lambda: Broken("finished"), "constraint raised RuntimeError: broken here"),
-    "forced": (lambda: Broken("forced"), "constraint raised RuntimeError: broken here"),
-    "shape": (lambda: Broken("mask", torch.ones(1, 3, dtype=torch.bool)), "constraint gave a mask of shape"),
-}
+        return own(name)
 
 
 @pytest.mark.quick("eagle2-accept", "vanilla-mask", "vanilla-forced")
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["mask", "accept", "finished", "forced", "shape"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
     """Guards the requests beside it and after it."""
-    make_constraint, message = FAULTS[fault]
+    broken = Broken("mask", torch.ones(1, 3, dtype=torch.bool)) if fault == "shape" else Broken(fault)
+    message = "constraint gave a mask of shape" if fault == "shape" else "constraint raised RuntimeError: broken here"
     drafter = make(name, target())
     decoder = Decoder(drafter.target, drafter, 2)
-    asked = [requests()[7], wished((5, 9, 100, 3), 20, constraint=make_constraint()), requests()[1], requests()[8]]
+    asked = [requests()[7], wished((5, 9, 100, 3), 20, constraint=broken), requests()[1], requests()[8]]
     tickets, tokens, errors = [decoder.add(r) for r in asked], dict[int, list[int]](), dict[int, str]()
     while not decoder.finished:
         for step in decoder.step():

@@ -131,14 +131,15 @@ def test_nothing_is_computed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_widths() -> None:
     """Guards the number of recordings: a few widths serve all counts, none wider than the vocabulary."""
     assert {width_for([count], 1000) for count in range(21)} == {0, 1, 5, 20}
-    assert [width_for([21], 1000), width_for([400], 1000), width_for([999], 1000), width_for([6], 7)] == [
-        32,
-        512,
-        1000,
-        7,
-    ]
-    assert width_for([None, 2, None], 1000) == 5
-    assert width_for([None], 1000) is None
+    assert [width_for([count], 1000) for count in (21, 400, 999)] == [32, 512, 1000]
+    assert (width_for([6], 7), width_for([None, 2, None], 1000), width_for([None], 1000)) == (7, 5, None)
+
+
+def recorded_target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """The model with recorded cycles."""
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    plain = Target(target().model)
+    return plain.run_with(GraphRunner(plain, captured_without_gpu))
 
 
 @pytest.mark.cover(name=1)
@@ -147,9 +148,7 @@ def test_few_widths() -> None:
 def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards replays: with and without log-probabilities, and other widths, each is a recording of
     its own; numbers are right."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    recorded = Target(target().model)
-    recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))
+    recorded = recorded_target(monkeypatch)
     decoder = Decoder(recorded, make(name, recorded))
     for count in (None, 2, 4, None, 12):
         request = wished(prompt(9), 14, LAWS[0], logprobs=count)
@@ -185,15 +184,14 @@ def test_prompts(by_kernels: bool, budget: int | None) -> None:
         if logprobs_of(request).prompt is None:
             assert entries == ()
             continue
-        assert len(entries) == len(request.prompt)
-        assert entries[0] is None
-        logp_TV = by_the_model(list(request.prompt))[:-1]
-        check(
-            [e for e in entries if e is not None],
-            list(request.prompt[1:]),
-            logp_TV,
-            logprobs_of(request).prompt,
-        )
+        check_prompt(request, entries)
+
+
+def check_prompt(request: Request, entries: Any) -> None:
+    """The first token has none, each other one its own."""
+    assert entries[0] is None
+    logp_TV = by_the_model(list(request.prompt))[:-1]
+    check(list(entries[1:]), list(request.prompt[1:]), logp_TV, logprobs_of(request).prompt)
 
 
 def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +199,9 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     log-softmax."""
     monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
     monkeypatch.setattr("eyas.features.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
-    (_,), steps = run(Decoder(target(), make("vanilla", target())), [wished(prompt(100), 1, prompt_logprobs=1)])
-    check(
-        [e for e in steps[0].extra["prompt_logprobs"] if e is not None],
-        list(prompt(100)[1:]),
-        by_the_model(list(prompt(100)))[:-1],
-        1,
-    )
+    request = wished(prompt(100), 1, prompt_logprobs=1)
+    (_,), steps = run(Decoder(target(), make("vanilla", target())), [request])
+    check_prompt(request, steps[0].extra["prompt_logprobs"])
 
 
 # --- traces
@@ -232,9 +226,9 @@ def test_traces(name: str, law: Sampling) -> None:
         assert len(trace.nodes) == int(step.draft.tree.acceptable_BN[0].sum())
         root, *others = trace.nodes
         assert (root.parent, root.token, root.depth, root.accepted) == (-1, text[-1], 0, True)
-        assert all(
-            node.parent < n and node.depth == trace.nodes[node.parent].depth + 1 for n, node in enumerate(others, 1)
-        )
+        for n, node in enumerate(others, 1):
+            assert node.parent < n
+            assert node.depth == trace.nodes[node.parent].depth + 1
         assert [n for n, node in enumerate(trace.nodes) if node.accepted] == sorted(trace.path)
         path_tokens = [*(trace.nodes[n].token for n in trace.path[1:]), trace.bonus]
         assert tuple(path_tokens[: len(step.tokens)]) == step.tokens
@@ -261,9 +255,7 @@ def test_traces(name: str, law: Sampling) -> None:
 def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the trace's scores, which a recording does not keep; the same row without a trace is
     recorded again."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    recorded = Target(target().model)
-    recorded = recorded.run_with(GraphRunner(recorded, captured_without_gpu))
+    recorded = recorded_target(monkeypatch)
     decoder = Decoder(recorded, make("eagle2", recorded))
     assert isinstance(decoder.cycle_runner, CycleReplay)
     for trace in (True, False):

@@ -29,16 +29,8 @@ pytest.importorskip("llguidance", reason="structured output needs llguidance")
 
 EOS = 1
 MOST = 40  # tokens of an answer
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer"},
-        "kind": {"enum": ["cat", "dog"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
+FIELDS = {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}, "kind": {"enum": ["cat", "dog"]}}
+PERSON = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"response_format": FORMAT},
@@ -157,11 +149,8 @@ def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> N
     llm, prompt = embedded(), "I want to book a table for two in San Jose tonight."
     start, free = len(llm.ids(prompt)), llm.generate(prompt, max_new_tokens=40)
     texts = list[set[str]]()
-    for more in (
-        {"draft": "off"},
-        {"prediction": list(free.token_ids)},
-        {"prediction": "What a day 😀😀 What time!! do"},
-    ):
+    predictions = (list(free.token_ids), "What a day 😀😀 What time!! do")
+    for more in ({"draft": "off"}, *({"prediction": prediction} for prediction in predictions)):
         seen = set[str]()
 
         def sees(ids: Tensor, scores: Tensor, seen: set[str] = seen) -> Tensor:
@@ -173,11 +162,9 @@ def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> N
         if len(texts) == 1:
             plain = result
         assert (result.token_ids, result.finish_reason) == (plain.token_ids, plain.finish_reason)
-    ended = [
-        text for seen in texts[1:] for text in seen - texts[0] if text.startswith(plain.text) and text != plain.text
-    ]
+    further = set.union(*texts[1:]) - texts[0]
     assert texts[0]
-    assert not ended
+    assert not [text for text in further if text.startswith(plain.text) and text != plain.text]
 
 
 @pytest.mark.slow

@@ -74,11 +74,8 @@ def words(made: GrammarConstraint, seed: int, most: int, ascii_only: bool = Fals
         yield ids
         allowed = root_mask(made).nonzero().flatten().tolist()
         closing = [token for token in allowed if texts()[token] in ('"', "}", "]")] if rng.random() < 0.3 else []
-        ids.append(
-            rng.choice(
-                closing or [token for token in allowed if not ascii_only or token < 6 or texts()[token].isascii()]
-            )
-        )
+        fitting = [token for token in allowed if not ascii_only or token < 6 or texts()[token].isascii()]
+        ids.append(rng.choice(closing or fitting))
         made.accept(ids[-1:])
     yield ids
 
@@ -175,20 +172,16 @@ def test_ends(eos: tuple[int, ...]) -> None:
     assert ended.finished == bool(eos)
 
 
-def test_ends_that_are_no_tokens() -> None:
-    """Guards -1 and ids beyond the vocabulary among the ends: they allowed the last token, or failed."""
+def test_ends_that_are_no_tokens_or_text() -> None:
+    """Guards -1 and ids beyond the vocabulary among the ends: they allowed the last token, or failed. And stop tokens that
+    are ordinary text: the grammar reads them as text, wherever they stand."""
+    a, b = texts().index("a"), texts().index("b")
     made = constraint((-1, EOS, SIZE, SIZE + 99), regex="ab?")
-    made.accept([texts().index("a")])
-    assert root_mask(made).nonzero().flatten().tolist() == sorted([EOS, texts().index("b")])
-
-
-def test_stop_tokens_that_are_text() -> None:
-    """Guards requests whose stop tokens are ordinary text: the grammar reads them as text, wherever
-    they stand."""
-    b = texts().index("b")
+    made.accept([a])
+    assert root_mask(made).nonzero().flatten().tolist() == sorted([EOS, b])
     made = constraint((b,), regex="ab*")
     assert not root_mask(made)[b]
-    made.accept([texts().index("a")])
+    made.accept([a])
     assert root_mask(made)[b]
 
 
@@ -220,22 +213,20 @@ def test_tokenizers(kind: str) -> None:
     """Guards the bytes of tokens for every kind of fast tokenizer: random texts of the masks match,
     and the split of forced text is it."""
     tokenizer: Any = byte_tokenizer() if kind == "toy" else TOKENIZERS[kind]
-    size = len(tokenizer) + 7
-    made_by = Grammars(tokenizer, size)
+    made_by, asked = (
+        Grammars(tokenizer, len(tokenizer) + 7),
+        structure(regex="(I|you) (like|see) the [a-z]{1,3}, (1|2|3)!"),
+    )
     for seed in range(10):
         rng, ids = random.Random(seed), list[int]()
-        made = made_by.constraint(
-            structure(regex="(I|you) (like|see) the [a-z]{1,3}, (1|2|3)!"), (tokenizer.eos_token_id,)
-        )
+        made = made_by.constraint(asked, (tokenizer.eos_token_id,))
         while not made.finished and len(ids) < 60:
-            forced = made.forced(8)
-            for step, token in enumerate(forced):
+            for step, token in enumerate(made.forced(8)):
                 assert made_by.constraint(structure(regex=".*"), ()).mask([-1], [0])[0, token], step
             ids.append(rng.choice(made.mask([-1], [0])[0].nonzero().flatten().tolist()))
             made.accept(ids[-1:])
-        assert regex.fullmatch(
-            "(I|you) (like|see) the [a-z]{1,3}, [123]!", tokenizer.decode(ids, skip_special_tokens=True).strip()
-        )
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        assert regex.fullmatch("(I|you) (like|see) the [a-z]{1,3}, [123]!", text)
 
 
 FAMILY = "👨\u200d👩\u200d👧"
@@ -272,16 +263,11 @@ def test_characters_of_several_tokens(kind: str, asked: str) -> None:
             forced = made.forced(8)
             chain = made.mask(range(-1, len(forced)), [0, *forced])
             assert all(chain[place, token] for place, token in enumerate(forced))
-            ids.append(rng.choice(root_of(made)))
+            ids.append(rng.choice(made.mask([-1], [0])[0].nonzero().flatten().tolist()))
             made.accept(ids[-1:])
         assert made.finished or asked == "grammar"
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert regex.fullmatch(expression, text, partial=not made.finished), text
-
-
-def root_of(made: GrammarConstraint) -> list[int]:
-    allowed: list[int] = made.mask([-1], [0])[0].nonzero().flatten().tolist()
-    return allowed
 
 
 def test_a_text_that_the_tokenizer_cannot_write() -> None:

@@ -48,11 +48,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.slow
 def test_a_model_is_as_before_after_detach(model: PreTrainedModel) -> None:
     """Whatever else were changed on a user's model would change what it does without us."""
-    before, weights, config = (
-        dict(model.__dict__),
-        {k: v.clone() for k, v in model.state_dict().items()},
-        model.config.to_dict(),
-    )
+    before, weights = dict(model.__dict__), {k: v.clone() for k, v in model.state_dict().items()}
+    config = model.config.to_dict()
     kind, expected = dict(type(model).__dict__), model.generate(**padded(), **ASKED)
     attachment = eyas.attach(model, "suffix", tree="fixed")
     assert attachment.stats == ()
@@ -230,7 +227,6 @@ def test_a_head_that_is_named_is_enough(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @needs_weights
-@pytest.mark.slow
 def test_the_embedded_head_drafts() -> None:
     """The head that the tutorial names: several tokens for each forward, the model's own text."""
     model, tokenizer = tiny.model(), tiny.tokenizer()

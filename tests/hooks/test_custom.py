@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -53,6 +55,12 @@ def by_eyas(**options: Any) -> Any:
     return eyas.hf("suffix", tree="fixed", **options)
 
 
+def agree(model: PreTrainedModel, *given: Any, custom: Any = None, **asked: Any) -> None:
+    """The ids by eyas are those of transformers."""
+    expected = model.generate(*given, **asked)
+    assert torch.equal(model.generate(*given, **asked, custom_generate=custom or by_eyas()), expected), asked
+
+
 @pytest.mark.cover(family=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,18 +81,11 @@ def test_greedy_ids_of_five_families(family: str) -> None:
 def test_lengths_and_defaults_of_the_model(model: PreTrainedModel) -> None:
     """The model's own generation config holds; without any length there are 20 new tokens;
     max_length counts padding."""
-    batch = padded()
     model.generation_config = GenerationConfig(repetition_penalty=1.4, eos_token_id=[17, 18], pad_token_id=PAD)
-    for asked in (
-        {},
-        {"max_length": 15},
-        {"generation_config": GenerationConfig(max_new_tokens=5, min_new_tokens=9)},
-        {"max_new_tokens": 1},
-    ):
-        expected = model.generate(**batch, **asked)
-        assert torch.equal(model.generate(**batch, **asked, custom_generate=by_eyas()), expected)
-    one = torch.tensor([[PAD, PAD, 7, 8]])  # no mask: it follows from the padding, as generate finds it
-    assert torch.equal(model.generate(one, custom_generate=by_eyas()), model.generate(one))
+    short = GenerationConfig(max_new_tokens=5, min_new_tokens=9)
+    for asked in ({}, {"max_length": 15}, {"generation_config": short}, {"max_new_tokens": 1}):
+        agree(model, **padded(), **asked)
+    agree(model, torch.tensor([[PAD, PAD, 7, 8]]))  # no mask: it follows from the padding, as generate finds it
 
 
 class Recorder(BaseStreamer):
@@ -126,9 +127,8 @@ class Recording(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
         self.seen.append((input_ids.tolist(), scores is None))
-        return torch.tensor(
-            [input_ids.shape[1] - 9 >= length for length, _ in zip(self.lengths, input_ids, strict=True)]
-        )
+        assert len(input_ids) == len(self.lengths)
+        return torch.tensor([input_ids.shape[1] - 9 >= length for length in self.lengths])
 
 
 @pytest.mark.parametrize("eos", [None, 19])
@@ -139,9 +139,8 @@ def test_criteria_are_called_as_transformers_calls_them(model: PreTrainedModel, 
     seen, answers = [], []
     for custom in (None, by_eyas()):
         criterion = Recording([3, 9, 5])
-        answers.append(
-            model.generate(**padded(), eos_token_id=eos, stopping_criteria=[criterion], custom_generate=custom)
-        )
+        asked = {"eos_token_id": eos, "stopping_criteria": [criterion], "custom_generate": custom}
+        answers.append(model.generate(**padded(), **asked))
         seen.append(criterion.seen)
     assert torch.equal(*answers)
     assert seen[0] == seen[1]
@@ -158,10 +157,8 @@ def test_stop_strings(model: PreTrainedModel) -> None:
     strings = [text[4:7]]
     expected = model.generate(**batch, max_new_tokens=12, stop_strings=strings, tokenizer=tokenizer)
     assert expected.shape[1] < 21
-    assert torch.equal(
-        model.generate(**batch, max_new_tokens=12, custom_generate=by_eyas(stop_strings=strings, tokenizer=tokenizer)),
-        expected,
-    )
+    custom = by_eyas(stop_strings=strings, tokenizer=tokenizer)
+    assert torch.equal(model.generate(**batch, max_new_tokens=12, custom_generate=custom), expected)
     with pytest.raises(EyasError, match="tokenizer"):
         eyas.hf(stop_strings=strings)
 
@@ -188,29 +185,21 @@ def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel,
     with drafts and not without. One that fails before it still does."""
     batch = {name: value[:rows] for name, value in padded().items()}
     expected = model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
-    oracle = {
-        tuple(row[mask.bool()].tolist()): model.generate(row[mask.bool()][None], max_new_tokens=16)[
-            0, mask.sum() :
-        ].tolist()
-        for row, mask in zip(*batch.values(), strict=True)
-    }
+    prompts = [row[mask.bool()] for row, mask in zip(*batch.values(), strict=True)]
+    texts = [model.generate(prompt[None], max_new_tokens=16)[0, len(prompt) :].tolist() for prompt in prompts]
+    oracle = {tuple(prompt.tolist()): text for prompt, text in zip(prompts, texts, strict=True)}
 
-    def fails_behind(length: int) -> Any:
-        def processor(ids: Tensor, scores: Tensor) -> Tensor:
+    def decode(length: int) -> Tensor:
+        def fails_behind(ids: Tensor, scores: Tensor) -> Tensor:
             if ids.shape[1] - 9 >= length:
                 raise KeyError("no such text")
             return scores
 
-        return processor
-
-    def decode(length: int) -> Tensor:
         asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": VOCAB - 1}
-        processors = LogitsProcessorList([fails_behind(length)])
-        criteria = StoppingCriteriaList([Recording([6] * rows)])
+        asked["logits_processor"] = LogitsProcessorList([fails_behind])
+        asked["stopping_criteria"] = StoppingCriteriaList([Recording([6] * rows)])
         custom = eyas.hf(Oracle(Target(model), oracle))
-        made = model.generate(
-            **batch, **asked, logits_processor=processors, stopping_criteria=criteria, custom_generate=custom
-        )
+        made = model.generate(**batch, **asked, custom_generate=custom)
         assert sum(sum(stats.accepted_lengths) for stats in custom.stats) > 3
         return made
 
@@ -224,14 +213,8 @@ def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel,
 def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Raw and processed scores belong to the tokens that they stand beside, though several tokens
     come from one forward."""
-    asked = {
-        "max_new_tokens": 12,
-        "pad_token_id": PAD,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        **settings,
-    }
+    outputs = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+    asked = {"max_new_tokens": 12, "pad_token_id": PAD, **outputs, **settings}
     custom = by_eyas()
     ours = model.generate(**padded(), **asked, custom_generate=custom)
     assert type(ours) is GenerateDecoderOnlyOutput
@@ -260,37 +243,25 @@ def test_sampled_texts_have_transformers_law(model: PreTrainedModel) -> None:
     p-value is 5e-27, at 1.4 times it 2e-4."""
     prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 600
     torch.manual_seed(3)
-    asked = {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_k": kept,
-        "max_new_tokens": 2,
-        "num_return_sequences": count,
-    }
-    pairs = model.generate(prompt, **asked, custom_generate=by_eyas(batch_size=100))[:, 9:].tolist()
-    expected: dict[tuple[int, int], float] = {}
-    with torch.no_grad():
-        first_V = _law(model(prompt).logits[0, -1], temperature, kept)
-        for first in first_V.nonzero()[:, 0].tolist():
-            second_V = _law(model(torch.cat([prompt, torch.tensor([[first]])], 1)).logits[0, -1], temperature, kept)
-            expected |= {
-                (first, second): float(first_V[first] * second_V[second])
-                for second in second_V.nonzero()[:, 0].tolist()
-            }
-    drawn = {pair: 0 for pair in expected}
-    for first, second in pairs:
-        drawn[first, second] += 1
+    asked = {"do_sample": True, "temperature": temperature, "top_k": kept, "max_new_tokens": 2}
+    custom = by_eyas(batch_size=100)
+    pairs = model.generate(prompt, **asked, num_return_sequences=count, custom_generate=custom)[:, 9:].tolist()
+
+    @torch.no_grad()
+    def law(*text: int) -> dict[int, float]:
+        scores_V = model(torch.cat([prompt, torch.tensor([text], dtype=torch.long)], 1)).logits[0, -1] / temperature
+        p_V = scores_V.masked_fill(scores_V < scores_V.topk(kept).values[-1], -torch.inf).softmax(-1)
+        return {token: float(p_V[token]) for token in p_V.nonzero()[:, 0].tolist()}
+
+    expected = {(first, second): p * q for first, p in law().items() for second, q in law(first).items()}
+    drawn = Counter(map(tuple, pairs))
+    assert drawn.keys() <= expected.keys()
     shares = [(drawn[pair], p * count) for pair, p in expected.items()]
     common, rare = [s for s in shares if s[1] >= 5], [s for s in shares if s[1] < 5]
     common += [tuple(map(sum, zip(*rare, strict=True)))] if rare else []
     drawn_counts, expected_counts = (torch.tensor(counts, dtype=torch.float64) for counts in zip(*common, strict=True))
     assert drawn_counts.sum() == count
     assert chisquare(drawn_counts, expected_counts * count / expected_counts.sum()).pvalue > 1e-3
-
-
-def _law(logits_V: Tensor, temperature: float, kept: int) -> Tensor:
-    scores_V = logits_V / temperature
-    return scores_V.masked_fill(scores_V < scores_V.topk(kept).values[-1], -torch.inf).softmax(-1)
 
 
 @pytest.mark.slow
@@ -311,13 +282,10 @@ def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
 
 
 def test_a_prompt_of_several_answers_is_read_once(model: PreTrainedModel) -> None:
-    custom = by_eyas()
-    model.generate(
-        padded()["input_ids"][:1], do_sample=True, num_return_sequences=3, max_new_tokens=2, custom_generate=custom
-    )
-    assert [stats.cached_tokens for stats in custom.stats] == [0, 8, 8], (
-        "all but the last token, whose logits are wanted"
-    )
+    custom, prompt = by_eyas(), padded()["input_ids"][:1]
+    model.generate(prompt, do_sample=True, num_return_sequences=3, max_new_tokens=2, custom_generate=custom)
+    cached = [stats.cached_tokens for stats in custom.stats]
+    assert cached == [0, 8, 8], "all but the last token, whose logits are wanted"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -384,7 +352,7 @@ def test_every_input_of_a_forward_is_known() -> None:
     taken = {name for name in names if describes_media(name, None)}
     assert {"pixel_values", "image_grid_thw", "audio_input_features", "spatial_shapes", "token_type_ids"} <= taken
     encoded = {"mm_encoder_outputs", "image_encoder_embeddings"}  # images that somebody has encoded already
-    words = (
+    words = [
         "encoder",
         "cross",
         "decoder",
@@ -397,22 +365,16 @@ def test_every_input_of_a_forward_is_known() -> None:
         "past",
         "mems",
         "key",
-    )
+    ]
     found = {name for name in taken - encoded for word in words if word in name and not name.startswith("image_embeds")}
     assert not found
 
 
 def test_types_of_token_that_change_nothing() -> None:
     """BERT takes type 0 for every token anyway, and its tokenizers write it: no reason to refuse."""
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 80,
-    }
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
     torch.manual_seed(0)
-    model = BertLMHeadModel(BertConfig(**settings, is_decoder=True, pad_token_id=PAD)).eval()
+    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=VOCAB, is_decoder=True, pad_token_id=PAD)).eval()
     asked = {
         "inputs": padded()["input_ids"][:1],
         "max_new_tokens": 6,
@@ -420,30 +382,26 @@ def test_types_of_token_that_change_nothing() -> None:
         "attention_mask": torch.ones(1, 9),
     }
     types = torch.zeros(1, 9, dtype=torch.long)
-    expected = model.generate(**asked, token_type_ids=types)
-    assert torch.equal(model.generate(**asked, token_type_ids=types, custom_generate=by_eyas()), expected)
+    agree(model, **asked, token_type_ids=types)
     with pytest.raises(EyasError, match=r"^token_type_ids is not served"):
         model.generate(**asked, token_type_ids=types + 1, custom_generate=by_eyas())
 
 
 def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> None:
     """transformers drops an assistant_model without a word; dropout would change every text."""
+    ids, custom = padded()["input_ids"][:1], by_eyas()
     with pytest.raises(EyasError, match="assistant_model"):
-        model.generate(
-            padded()["input_ids"][:1], assistant_model=zoo.tiny("llama", vocab_size=VOCAB), custom_generate=by_eyas()
-        )
-    custom = by_eyas()
-    model.generate(padded()["input_ids"][:1], max_new_tokens=2, custom_generate=custom)
+        model.generate(ids, assistant_model=zoo.tiny("llama", vocab_size=VOCAB), custom_generate=custom)
+    model.generate(ids, max_new_tokens=2, custom_generate=custom)
     model.train()
     with pytest.raises(EyasError, match="training mode"):
-        model.generate(padded()["input_ids"][:1], max_new_tokens=2, custom_generate=custom)
+        model.generate(ids, max_new_tokens=2, custom_generate=custom)
     with pytest.raises(EyasError, match="dtype is the model's"):
         eyas.hf(dtype="float16")
     model.eval()
-    with pytest.raises(EyasError, match="with its parentheses"):
-        model.generate(torch.tensor([[3]]), custom_generate=eyas.hf)
-    with pytest.raises(EyasError, match="no_such"):
-        model.generate(torch.tensor([[3]]), custom_generate=eyas.hf(no_such=3))
+    for wrong, words in ((eyas.hf, "with its parentheses"), (eyas.hf(no_such=3), "no_such")):
+        with pytest.raises(EyasError, match=words):
+            model.generate(torch.tensor([[3]]), custom_generate=wrong)
 
 
 @pytest.mark.slow
@@ -452,26 +410,15 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
     TextIteratorStreamer do."""
     tokenizer, custom = byte_tokenizer(), by_eyas()
     prompts = [row[None] for row in padded()["input_ids"]]
-    expected = [model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=PAD) for prompt in prompts]
-    answers: dict[int, Tensor] = {}
-
-    def answer(row: int) -> None:
-        answers[row] = model.generate(
-            prompts[row], max_new_tokens=24, do_sample=False, pad_token_id=PAD, custom_generate=custom
-        )
-
+    asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD}
+    expected = [model.generate(prompt, **asked) for prompt in prompts]
     streamer = TextIteratorStreamer(tokenizer, timeout=600)
-    asked = {"inputs": prompts[0], "max_new_tokens": 8, "streamer": streamer, "custom_generate": custom}
-    threads = [
-        *(threading.Thread(target=answer, args=(row,)) for row in range(3)),
-        threading.Thread(target=model.generate, kwargs=asked),
-    ]
-    for thread in threads:
-        thread.start()
-    told = "".join(streamer)
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(answers[row], expected[row]) for row in range(3))
+    short = {"max_new_tokens": 8, "streamer": streamer, "custom_generate": custom}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(model.generate, prompt, **asked, custom_generate=custom) for prompt in prompts]
+        pool.submit(model.generate, prompts[0], **short)
+        told = "".join(streamer)
+    assert all(torch.equal(one.result(), plain) for one, plain in zip(answers, expected, strict=True))
     assert told == tokenizer.decode(torch.cat([prompts[0][0], expected[0][0, 9:17]]))
 
 

@@ -29,23 +29,18 @@ from wishes import processors_of
 LENGTH, EOS = 30, (2, 11)
 ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> processors that run once for each node
     "all native": (
-        {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "min_new_tokens": 8},
-        0,
+        {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3, "min_new_tokens": 8}, 0,
     ),
     "nothing": ({"top_k": 0}, 0),
     "typical after top-p": ({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "typical_p": 0.8}, 3),
     "cut-offs": ({"temperature": 1.7, "top_k": 40, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02}, 4),
     "top-h": ({"temperature": 1.3, "top_h": 0.4, "top_k": 0, "min_p": 0.1}, 2),
     "bias before penalty": ({"sequence_bias": [[[7], 9.0]], "repetition_penalty": 1.7, "top_k": 20}, 2),
-    "penalty, n-grams, length": (
-        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20},
-        2,
-    ),
+    "n-grams, length": ({"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20}, 2),
     "a watermark": (
-        {"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20},
-        3,
+        {"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20}, 3,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -60,9 +55,8 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
     prepared = {"attention_mask": inputs["attention_mask"]}
     made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
-    distribution = Distribution.from_call(
-        Batch.from_call(inputs["input_ids"], inputs["attention_mask"]), config, made, criteria
-    )
+    batch = Batch.from_call(inputs["input_ids"], inputs["attention_mask"])
+    distribution = Distribution.from_call(batch, config, made, criteria)
     if not any(type(one) is RepetitionPenaltyLogitsProcessor and one.prompt_ignore_length is None for one in made):
         # up to transformers 5.18 or so the penalty counts padding, and is run as it is
         assert len(distribution.processors) == slow
@@ -78,12 +72,11 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
         seen[0, text] = True
         ending[0, list(EOS)] = True
         wait = torch.tensor([max(0, request.min_tokens - emitted)])
-        found_1V = apply_sampling(
-            logits_3V[row][None],
-            request.sampling,
+        adjustments, custom = (
             Adjustments(seen, None, None, ending, wait),
             make_custom(processors_of(request), text, False, None),
         )
+        found_1V = apply_sampling(logits_3V[row][None], request.sampling, adjustments, custom)
         torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
 
 
@@ -101,6 +94,5 @@ def test_code_that_tells_rows_apart(model: PreTrainedModel) -> None:
 
     for asked in ({"prefix_allowed_tokens_fn": allowed}, {"logits_processor": [OfRows()]}):
         asked |= {**padded(), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(
-            model.generate(**asked, custom_generate=eyas.hf("suffix", tree="fixed")), model.generate(**asked)
-        )
+        custom = eyas.hf("suffix", tree="fixed")
+        assert torch.equal(model.generate(**asked, custom_generate=custom), model.generate(**asked))

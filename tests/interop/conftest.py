@@ -125,18 +125,9 @@ def trained(llm: eyas.LLM, tmp_path_factory: pytest.TempPathFactory) -> Callable
             if not data.exists():
                 data.write_text("".join(json.dumps(chat) + "\n" for chat in _chats(llm)))
             options = f"--method {method} --head.layers 1,3,5 --head.depth 1 --head.block {BLOCK} --steps 100 --lr 2e-3"
-            command = [
-                sys.executable,
-                "-m",
-                "eyas",
-                "train",
-                "--data",
-                data,
-                "--output",
-                known[method],
-                *options.split(),
-            ]
-            done = processes.run([*command, "--batch-tokens", "2048", "--heldout", "0", "--eval-every", "0"])
+            more = "--batch-tokens 2048 --heldout 0 --eval-every 0"
+            command = [sys.executable, "-m", "eyas", "train", "--data", data, "--output", known[method]]
+            done = processes.run([*command, *options.split(), *more.split()])
             assert done.returncode == 0, done.stderr
         return known[method]
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import processes
 import zoo
 from eyas import checkpoints
 from eyas.blocks._method import BlockMethod, BlockSession
@@ -22,13 +21,14 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas_train import exports
-from interop_engines import PROGRAMS
+from interop_engines import compute
 from reference import run
 
 pytestmark = pytest.mark.slow
 SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 6, "tree.nodes": 9, "tree.branch": 3}
 SECOND = {"head.taps": 3, "head.channels": 8, "head.selector_rank": 6, "head.candidates": 5}
 WINDOWS = {"windows": (None, 7), "causal": (False, True)}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DRAFTED = 40
 # library -> name -> (method, options, changes of our config)
 HEADS: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
@@ -38,11 +38,7 @@ HEADS: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "windows, both ways": ("dflash", {}, {**WINDOWS, "causal": ()}),
         "causal": ("dflash", {}, {"causal": (True, True)}),
         "scales": ("dflash", {}, {"embed_scale": 3.0, "logit_scale": 0.5, "logit_cap": 2.0}),
-        "yarn": (
-            "dflash",
-            {},
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
-        ),
+        "yarn": ("dflash", {}, {"rope_scaling": YARN}),
         "DFlash 2": ("dflash2", SECOND, {}),
         "DFlash 2 with windows": ("dflash2", SECOND, WINDOWS),
     },
@@ -80,19 +76,15 @@ def test_logits_of_block_heads(library: str, interop: Path, tmp_path: Path, monk
         assert isinstance(drafter, BlockMethod)
         text, path, ours[name] = last_levels(drafter, prompt, monkeypatch)
         features = target.encode(torch.tensor([text[:-1]]), drafter.feature_layers)[0].contiguous()
-        save_file(
-            {**shared, "features": features, "path": path, "tokens": torch.tensor(text)}, folder / "inputs.safetensors"
-        )
-    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    done = processes.run([interop, PROGRAMS / "block_logits.py", library, *folders.values()], env=outside)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        inputs = {**shared, "features": features, "path": path, "tokens": torch.tensor(text)}
+        save_file(inputs, folder / "inputs.safetensors")
+    compute(interop, "block_logits.py", library, *folders.values())
     for name, folder in folders.items():
         theirs_SV, finite = load_file(folder / "logits.safetensors")["logits"], ours[name].isfinite()
         assert torch.equal(theirs_SV.isfinite(), finite), name
         theirs_X, ours_X = theirs_SV[finite], ours[name][finite]
-        print(
-            f"{library}, {name}: largest difference {(theirs_X - ours_X).abs().max():.1e}, deviation {ours_X.std():.1f}"
-        )
+        largest = (theirs_X - ours_X).abs().max()
+        print(f"{library}, {name}: largest difference {largest:.1e}, deviation {ours_X.std():.1f}")
         torch.testing.assert_close(theirs_X, ours_X, rtol=1e-3, atol=1e-3)
 
 

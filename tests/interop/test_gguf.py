@@ -7,6 +7,7 @@ The converter is Python, so the sources are enough: LLAMA_CPP names them.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,8 @@ from interop_engines import ours, python_of
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[2] / "runs" / "engines" / "to_gguf.py"
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 256
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
 OTHERWISE = ("GGUF.", "general.name", "general.size_label", "general.basename", "general.finetune", "general.version")
 SMALL = {"head.layers": "1,2", "head.depth": 2, "head.block": 6}
@@ -62,9 +58,8 @@ def sources() -> Path:
 @pytest.fixture(scope="module")
 def target_file(sources: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> checkpoints.ExportTarget:
     """The embedded model's own file."""
-    return checkpoints.ExportTarget(
-        str(converted(sources, folder, tmp_path_factory.mktemp("target") / "target.gguf", kind="f16"))
-    )
+    file = tmp_path_factory.mktemp("target") / "target.gguf"
+    return checkpoints.ExportTarget(str(converted(sources, folder, file, kind="f16")))
 
 
 def assert_written(
@@ -75,11 +70,11 @@ def assert_written(
     ours = theirs.with_name(f"ours-{theirs.name}")
     exports.export(made, "gguf", ours, known, kind)
     files = [gguf.GGUFReader(path) for path in (ours, theirs)]
-    settings = [
+    first, second = (
         {name: field.contents() for name, field in file.fields.items() if not name.startswith(OTHERWISE)}
         for file in files
-    ]
-    assert settings[0] == settings[1]
+    )
+    assert first == second
     tensors = [{tensor.name: tensor for tensor in file.tensors} for file in files]
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
@@ -92,16 +87,10 @@ def assert_written(
 
 
 def converted(
-    sources: Path,
-    model: Path,
-    output: Path,
-    target: Path | None = None,
-    kind: str = "f32",
-    without_module: bool = False,
+    sources: Path, model: Path, output: Path, target: Path | None = None, kind: str = "f32", *more: str
 ) -> Path:
     """A model, or a head with its target's folder, by llama.cpp's converter."""
-    command = [python_of(".venv-interop"), PROGRAM, sources, kind, model, output, *([target] if target else [])]
-    command += ["--no-mtp"] if without_module else []
+    command = [python_of(".venv-interop"), PROGRAM, sources, kind, model, output, *([target] if target else []), *more]
     done = processes.run(command, env={**processes.environment(), "NO_LOCAL_GGUF": ""})
     assert done.returncode == 0, done.stderr[-3000:]
     return output
@@ -115,53 +104,58 @@ def assert_same(read: Weights, made: Weights, atol: float = 0.0) -> None:
         torch.testing.assert_close(read.tensors[name], tensor.to(read.tensors[name].dtype), rtol=0, atol=atol, msg=name)
 
 
+@pytest.fixture
+def eagle3(sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path) -> Callable[..., tuple[Weights, Path]]:
+    """The embedded head with changes of its config, and the converter's file of it."""
+
+    def made(kind: str = "f32", **changes: Any) -> tuple[Weights, Path]:
+        head = checkpoints.load(heads["eagle3"])
+        head.config.update(changes)
+        exports.export(head, "sglang", tmp_path / kind, checkpoints.ExportTarget(str(folder)))
+        return head, converted(sources, tmp_path / kind, tmp_path / f"{kind}.gguf", folder, kind)
+
+    return made
+
+
 def test_eagle3(
-    sources: Path,
-    folder: Path,
+    eagle3: Callable[..., tuple[Weights, Path]],
     heads: dict[str, Path],
-    tmp_path: Path,
     prompts: list[list[int]],
     target_file: checkpoints.ExportTarget,
 ) -> None:
     """Guards rows of queries and keys, the map of the vocabulary, layer ids: the embedded head drafts what it drafts from its
     folder."""
-    made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
-    exports.export(made, "sglang", tmp_path / "head", known)
-    read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder))
+    made, file = eagle3()
+    read = checkpoints.load(file)
     assert_same(read, made)
     L = eyas.load(method="vanilla", kernels="off").target.num_layers
     assert read.config["feature_layers"] == (2, L // 2, L - 3)
-    assert_written(made, target_file, tmp_path / "head.gguf")
+    assert_written(made, target_file, file)
     few = prompts[:4]
-    assert ours(few, tmp_path / "head.gguf", "eagle3", 3, 32) == ours(few, heads["eagle3"], "eagle3", 3, 32)
+    assert ours(few, file, "eagle3", 3, 32) == ours(few, heads["eagle3"], "eagle3", 3, 32)
 
 
 def test_eagle3_with_llama3_rope(
-    sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, target_file: checkpoints.ExportTarget
+    eagle3: Callable[..., tuple[Weights, Path]], heads: dict[str, Path], target_file: checkpoints.ExportTarget
 ) -> None:
     """Guards the scaling, of which the file holds the factors only."""
-    made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
-    made.config["rope_scaling"] = LLAMA3
-    exports.export(made, "sglang", tmp_path / "head", known)
-    read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder))
+    made, file = eagle3(rope_scaling=LLAMA3)
+    read = checkpoints.load(file)
     torch.testing.assert_close(frequencies(read), frequencies(made), rtol=1e-5, atol=0)
     assert not torch.allclose(frequencies(read), frequencies(checkpoints.load(heads["eagle3"])))
-    assert_written(made, target_file, tmp_path / "head.gguf", atol=1e-5)  # factors of up to 8, computed in 64 bits here
+    assert_written(made, target_file, file, atol=1e-5)  # factors of up to 8, computed in 64 bits here
 
 
-def test_a_quantised_head(
-    sources: Path, folder: Path, heads: dict[str, Path], tmp_path: Path, target_file: checkpoints.ExportTarget
+@pytest.mark.parametrize("kind", ["q8_0", "f16", "bf16"])
+def test_a_rounded_head(
+    kind: str, eagle3: Callable[..., tuple[Weights, Path]], target_file: checkpoints.ExportTarget
 ) -> None:
     """Guards that q8_0 is read within one rounding step of its blocks, and that our file of each type equals the converter's."""
-    made, known = checkpoints.load(heads["eagle3"]), checkpoints.ExportTarget(str(folder))
-    exports.export(made, "sglang", tmp_path / "head", known)
-    read = checkpoints.load(converted(sources, tmp_path / "head", tmp_path / "head.gguf", folder, "q8_0"))
-    largest = max(float(tensor.abs().max()) for name, tensor in made.tensors.items() if name != "draft_ids")
-    assert_same(read, made, atol=largest / 127)
-    assert_written(made, target_file, tmp_path / "head.gguf", "q8_0")
-    for kind in ("f16", "bf16"):
-        theirs = converted(sources, tmp_path / "head", tmp_path / f"{kind}.gguf", folder, kind)
-        assert_written(made, target_file, theirs, kind)
+    made, file = eagle3(kind)
+    assert_written(made, target_file, file, kind)
+    if kind == "q8_0":
+        largest = max(float(tensor.abs().max()) for name, tensor in made.tensors.items() if name != "draft_ids")
+        assert_same(checkpoints.load(file), made, atol=largest / 127)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -203,7 +197,7 @@ def test_mtp_modules(family: str, sources: Path, folder: Path, tmp_path: Path, l
     read = checkpoints.load(converted(sources, tmp_path / "whole", tmp_path / "whole.gguf"))
     assert_same(read, made, atol=1e-6)
     llm.tokenizer.save_pretrained(tmp_path / "target")  # type: ignore[union-attr]
-    plain = converted(sources, tmp_path / "target", tmp_path / "target.gguf", without_module=True)
+    plain = converted(sources, tmp_path / "target", tmp_path / "target.gguf", None, "f32", "--no-mtp")
     assert_written(made, checkpoints.ExportTarget(str(plain)), tmp_path / "whole.gguf")
     loaded = mtp.Method.from_pretrained(tmp_path / "whole.gguf", target)
     assert isinstance(loaded, mtp.Method)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eyas
-import processes
 import zoo
 from eyas import checkpoints
 from eyas.core.target import Target
@@ -22,7 +21,7 @@ from eyas.drafters import find
 from eyas.nn import Documents
 from eyas_train import exports
 from heads import make
-from interop_engines import PROGRAMS
+from interop_engines import compute
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -50,12 +49,10 @@ def test_logits(
         ours_INV = logits(method, llm.target, tokens_N, features[name])
         for step in range(STEPS):
             known_slots = len(tokens_N) - 1 - step  # behind them the next token is not known
-            torch.testing.assert_close(
-                theirs_INV[step, :known_slots], ours_INV[step, :known_slots], rtol=1e-3, atol=1e-3, msg=name
-            )
-        print(
-            f"{name}: largest difference {(theirs_INV - ours_INV)[:, :-STEPS].abs().max():.1e}, deviation {ours_INV.std():.1f}"
-        )
+            theirs, mine = theirs_INV[step, :known_slots], ours_INV[step, :known_slots]
+            torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-3, msg=name)
+        largest = (theirs_INV - ours_INV)[:, :-STEPS].abs().max()
+        print(f"{name}: largest difference {largest:.1e}, deviation {ours_INV.std():.1f}")
 
 
 def test_logits_of_parallel_heads(
@@ -101,11 +98,8 @@ def run_on(
     features = {name: target.encode(tokens_N[None], method.feature_layers)[0] for name, method in methods.items()}
     inputs = {"tokens": tokens_N, **{f"features.{i}": value.contiguous() for i, value in enumerate(features.values())}}
     save_file(inputs, folder / "inputs.safetensors")
-    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    program = PROGRAMS / {"eagle3": "speculators_logits.py", "peagle": "peagle_logits.py"}[kind]
-    heads = [folder / name for name in made]
-    done = processes.run([interop, program, STEPS, folder / "inputs.safetensors", *heads], env=outside)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    program = {"eagle3": "speculators_logits.py", "peagle": "peagle_logits.py"}[kind]
+    compute(interop, program, STEPS, folder / "inputs.safetensors", *(folder / name for name in made))
     return methods, features, tokens_N
 
 
@@ -113,11 +107,8 @@ def with_head_norms(head: checkpoints.Weights) -> checkpoints.Weights:
     """The head with Qwen3's layers, which norm queries and keys."""
     noise, h = torch.Generator().manual_seed(0), head.config["head_dim"]
     layers = ["layer", *(f"later.{i}" for i in range(head.config["layers"] - 1))]
-    norms = {
-        f"{layer}.attention.{x}_norm.weight": 1 + 0.3 * torch.randn(h, generator=noise)
-        for layer in layers
-        for x in "qk"
-    }
+    names = [f"{layer}.attention.{x}_norm.weight" for layer in layers for x in "qk"]
+    norms = {name: 1 + 0.3 * torch.randn(h, generator=noise) for name in names}
     return replace(head, config={**head.config, "qk_norm": True}, tensors={**head.tensors, **norms})
 
 
@@ -135,9 +126,7 @@ def test_logits_of_mtp_modules(interop: Path, tmp_path: Path) -> None:
         **{name: table.detach().clone() for name, table in tables.items()},
     }
     save_file({name: value.contiguous() for name, value in inputs.items()}, tmp_path / "inputs.safetensors")
-    outside = {name: value for name, value in processes.environment().items() if name != "PYTHONPATH"}
-    done = processes.run([interop, PROGRAMS / "mtp_logits.py", tmp_path], env=outside)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    compute(interop, "mtp_logits.py", tmp_path)
     theirs_NV = load_file(tmp_path / "logits.safetensors")["logits"]
     method: Any = find("mtp").from_pretrained(tmp_path / "head", target)
     ours_NV = logits(method, target, tokens_N, features_ND)[0, : len(theirs_NV)]

@@ -96,15 +96,9 @@ def test_from_the_hub(folders: dict[str, Path], tmp_path: Path) -> None:
     the second one is taken, and said."""
     wanted = list(folders)[2]
     with hub.local_hub(folders) as (address, asked):
-        online = {
-            "HF_ENDPOINT": address,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
-        done = processes.run(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=processes.environment(**online)
-        )
+        online = {"ENDPOINT": address, "HOME": str(tmp_path / "home"), "HUB_OFFLINE": "0", "HUB_DISABLE_TELEMETRY": "1"}
+        variables = processes.environment(**{f"HF_{name}": value for name, value in online.items()})
+        done = processes.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     told, taken, equal, kept = done.stdout.splitlines()
     assert f"draft auto: took {wanted}" in told

@@ -15,7 +15,7 @@ import pytest
 
 import eyas
 from eyas import tiny
-from serving import URL_VARIABLE, Remote, running, small_llm
+from serving import URL_VARIABLE, Remote, Running, running, small_llm, tooled_llm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,12 +50,20 @@ def server(llm: eyas.LLM) -> Iterator[Remote]:
         yield one
 
 
+@pytest.fixture(scope="session")
+def tooled(llm: eyas.LLM) -> Iterator[Running]:
+    """A server whose model has tools and reasons; it remembers three responses."""
+    pytest.importorskip("llguidance", reason="structured output needs llguidance")
+    with running(tooled_llm(), rows=2, remembered=3) as one:
+        yield one
+
+
 @pytest.fixture(autouse=True)
 def _closed_clients(request: pytest.FixtureRequest) -> Iterator[None]:
     """No client stays connected after its test."""
     yield
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").close_clients()
+    for name in {"server", "tooled"} & {*request.fixturenames}:
+        request.getfixturevalue(name).close_clients()
 
 
 @pytest.fixture(scope="module")

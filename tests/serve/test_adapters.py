@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -39,43 +40,33 @@ def test_requests_choose_by_model(tmp_path: Path) -> None:
     of the same adapter merged or unmerged and alone, the default is the base model, and an unknown
     name is refused with the names that there are."""
     folders = {name: adapter_folder(tmp_path / name, seed) for seed, name in enumerate(("poet", "clerk"))}
-    llm = eyas.load(adapter=folders, tree=TREE)
-    expected = {}
-    for name in ("base", *folders):
-        expected[name] = [llm.generate(prompt, adapter=name, max_new_tokens=16).text for prompt in PROMPTS]
-    assert expected["base"] == [
-        eyas.load(kernels="off", tree=TREE).generate(prompt, max_new_tokens=16).text for prompt in PROMPTS
-    ]
-    assert len({tuple(texts) for texts in expected.values()}) == 3
+    llm, plain = eyas.load(adapter=folders, tree=TREE), eyas.load(kernels="off", tree=TREE)
+    names = {"tiny": "base", **{name: name for name in folders}}
+    asked = [(model, prompt) for prompt in PROMPTS for model in names]
+    expected = [llm.generate(prompt, adapter=names[model], max_new_tokens=16).text for model, prompt in asked]
+    assert expected[::3] == [plain.generate(prompt, max_new_tokens=16).text for prompt in PROMPTS]
+    assert len({tuple(expected[place::3]) for place in range(3)}) == 3
     with running(llm) as server:
         client = server.client()
-        listed = client.models.list().data
-        assert [(model.id, getattr(model, "parent", None)) for model in listed] == [
-            ("tiny", None),
-            ("poet", "tiny"),
-            ("clerk", "tiny"),
-        ]
+        listed = [(model.id, getattr(model, "parent", None)) for model in client.models.list().data]
+        assert listed == [("tiny", None), ("poet", "tiny"), ("clerk", "tiny")]
         assert client.models.retrieve("clerk").id == "clerk"
 
-        def ask(model: str, prompt: str) -> tuple[str, str | None]:
-            message = [{"role": "user", "content": prompt}]
-            answer = client.chat.completions.create(model=model, messages=message, max_tokens=16, temperature=0)  # type: ignore[arg-type]
+        def ask(one: tuple[str, str]) -> tuple[str, str | None]:
+            message: Any = [{"role": "user", "content": one[1]}]
+            answer = client.chat.completions.create(model=one[0], messages=message, max_tokens=16, temperature=0)
             return answer.model, answer.choices[0].message.content
 
-        names = [(model, k) for k in range(len(PROMPTS)) for model in ("tiny", *folders)]
         with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(lambda name: ask(name[0], PROMPTS[name[1]]), names))
-        for (model, k), (said, text) in zip(names, answers, strict=True):
-            assert said == model
-            assert text == expected["base" if model == "tiny" else model][k]
+            assert list(pool.map(ask, asked)) == [
+                (model, text) for (model, _), text in zip(asked, expected, strict=True)
+            ]
         with pytest.raises(openai.NotFoundError, match="poet"):
-            ask("baker", PROMPTS[0])
-        plain = client.completions.create(
-            model="poet", prompt=PROMPTS[0], max_tokens=4, temperature=0, extra_body={"speculation": "vanilla"}
-        )
-        drafted = client.completions.create(model="poet", prompt=PROMPTS[0], max_tokens=4, temperature=0)
-        assert plain.choices[0].text == drafted.choices[0].text
-        assert plain.model == "poet"
+            ask(("baker", PROMPTS[0]))
+        body = {"model": "poet", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
+        made = [server.post("/v1/completions", {**body, **more}).json() for more in ({}, {"speculation": "vanilla"})]
+        assert made[0]["choices"][0]["text"] == made[1]["choices"][0]["text"]
+        assert made[1]["model"] == "poet"
 
 
 def test_one_adapter_is_merged(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,11 +22,12 @@ from eyas.serve.messages import Writer
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Choices, events_of
 from eyas.serve.tools import tools_of
-from serving import PROMPTS, TOOL_RESPONSE, Running, running, small_llm, tooled_llm
+from serving import TOOL_RESPONSE, Running, events, running, small_llm
 
 HI = {"role": "user", "content": "Hi"}
 DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
-DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+COMPLETIONS, CHATS, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+DIALECTS = (CHATS, RESPONSES, MESSAGES)
 # a chat template as strict as Mistral's and Qwen's: one system text, at the beginning; ids of nine letters
 STRICT = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
 {%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('the system comes first') }}{% endif %}
@@ -38,22 +39,23 @@ STRICT = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
 {% endif %}"""
 
 
-def post(server: Running, path: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json={"model": "tiny", "temperature": 0, **body}, timeout=120)
-
-
-def in_dialect(
-    path: str, tokens: int = 2, choice: Any = None, tools: tuple[str, ...] = (), **body: Any
-) -> dict[str, Any]:
-    """The fields of one request in each of the three dialects."""
-    frames: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "/v1/chat/completions": lambda f: {"type": "function", "function": {**f, "parameters": DAY}},
-        "/v1/responses": lambda f: {"type": "function", **f, "parameters": DAY},
-        "/v1/messages": lambda f: {**f, "input_schema": DAY},
-    }
-    listed = {"tools": [frames[path]({"name": name}) for name in tools]} if tools else {}
-    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    return {limit: tokens, **listed, **({} if choice is None else {"tool_choice": choice}), **body}
+def post(
+    server: Running, path: str, *talk: Any, tokens: int = 2, system: Any = None, see: bool = False, **body: Any
+) -> httpx2.Response:
+    """Send one request in the words of a dialect: its messages, length and system text, and with `see` its tool."""
+    if path == COMPLETIONS:
+        asked: dict[str, Any] = {"prompt": talk[0]["content"]}
+    elif path == MESSAGES:
+        asked = {"messages": talk, **({"system": system} if system else {})}
+        asked |= {"tools": [{"name": "see", "input_schema": DAY}]} if see else {}
+    elif path == RESPONSES:
+        asked = {"input": [*([{"role": "system", "content": system}] if system else []), *talk]}
+        asked |= {"tools": [{"type": "function", "name": "see", "parameters": DAY}]} if see else {}
+    else:
+        asked = {"messages": [*([{"role": "system", "content": system}] if system else []), *talk]}
+        asked |= {"tools": [{"type": "function", "function": {"name": "see", "parameters": DAY}}]} if see else {}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    return server.post(path, {"model": "tiny", "temperature": 0, limit: tokens, **asked, **body})
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +68,13 @@ def strict(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def tooled(llm: eyas.LLM) -> Iterator[Running]:
-    """A server whose model has tools."""
-    pytest.importorskip("llguidance", reason="structured output needs llguidance")
-    with running(tooled_llm(), rows=2) as one:
-        yield one
-
-
 # --- lengths --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [*DIALECTS, "/v1/completions"])
+@pytest.mark.parametrize("path", [*DIALECTS, COMPLETIONS])
 def test_an_answer_longer_than_there_is_room_for_is_cut(server: Running, path: str) -> None:
     """Guards Claude Code, which asks for 32,000 tokens of every model: status 400 for each of its requests."""
-    asked = {"prompt": "Hi", "max_tokens": 32_000} if path == "/v1/completions" else in_dialect(path, 32_000)
-    talk = {} if path == "/v1/completions" else {"input" if path == "/v1/responses" else "messages": [HI]}
-    stops = {"stop_sequences": [" "]} if path == "/v1/messages" else {"stop": [" "]}
-    made = post(server, path, **asked, **talk, **stops)
+    made = post(server, path, HI, tokens=32_000, **{"stop_sequences" if path == MESSAGES else "stop": [" "]})
     assert made.status_code == 200, made.text
 
 
@@ -92,25 +83,22 @@ def test_a_cut_answer_says_so(llm: eyas.LLM) -> None:
     prompt = len(llm.ids("Hi"))
     for limits, tokens in (({"max_tokens": 3}, 3), ({"max_model_len": prompt + 4, "max_tokens": 100}, 4)):
         with running(llm, rows=1, **limits) as server:
-            made = post(server, "/v1/messages", max_tokens=32_000, messages=[HI], ignore_eos=True).json()
+            made = post(server, MESSAGES, HI, tokens=32_000, ignore_eos=True).json()
             assert (made["stop_reason"], made["usage"]["output_tokens"]) == ("max_tokens", tokens)
-            body = {"messages": [HI], "max_tokens": 32_000, "ignore_eos": True}
-            chat = post(server, "/v1/chat/completions", **body).json()
+            chat = post(server, CHATS, HI, tokens=32_000, ignore_eos=True).json()
             assert (chat["choices"][0]["finish_reason"], chat["usage"]["completion_tokens"]) == ("length", tokens)
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", [*DIALECTS, COMPLETIONS])
 def test_a_prompt_that_is_too_long_is_said_in_words_that_clients_know(server: Running, path: str) -> None:
     """Guards clients that shorten the conversation when they read OpenAI's or Anthropic's words, and stop at any others."""
-    long = [{"role": "user", "content": "word " * 5000}]
-    talk = {"input" if path == "/v1/responses" else "messages": long}
-    made = post(server, path, **in_dialect(path), **talk)
+    made = post(server, path, {"role": "user", "content": "word " * 5000})
     message = made.json()["error"]["message"]
     assert made.status_code == 400
     assert message.startswith("This model's maximum context length is 4096 tokens. However, your messages resulted in ")
     assert "prompt is too long: " in message
     assert "tokens > 4095 maximum" in message
-    assert path == "/v1/messages" or made.json()["error"]["code"] == "context_length_exceeded"
+    assert path == MESSAGES or made.json()["error"]["code"] == "context_length_exceeded"
 
 
 # --- the system's texts ---------------------------------------------------------------------------------
@@ -125,21 +113,13 @@ def test_the_line_in_which_claude_code_counts_is_left_out(server: Running, path:
         read = []
         for number in ("36ee5", "36ee5", "0aaa9"):
             line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={number};"
-            system: Any = (
-                [{"type": "text", "text": line}, {"type": "text", "text": words}] if parts else f"{line}\n{words}"
-            )
-            if path == "/v1/messages":
-                talk: dict[str, Any] = {"system": system, "messages": [HI]}
-            elif path == "/v1/responses":
-                talk = {"input": [{"role": "system", "content": system}, HI]}
-            else:
-                talk = {"messages": [{"role": "system", "content": system}, HI]}
-            usage = post(server, path, **in_dialect(path), **talk).json()["usage"]
+            listed = [{"type": "text", "text": line}, {"type": "text", "text": words}]
+            usage = post(server, path, HI, system=listed if parts else f"{line}\n{words}").json()["usage"]
             details = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
             read.append(usage.get("cache_read_input_tokens", details.get("cached_tokens")))
         assert read[2] == read[1] > 100
     other = {"role": "user", "content": "x-anthropic-billing-header: what is it?"}
-    counts = [post(server, "/tokenize", messages=[one]).json()["count"] for one in (other, HI)]
+    counts = [server.post("/tokenize", {"messages": [one]}).json()["count"] for one in (other, HI)]
     assert counts[0] > counts[1] + 3  # a user's words stay
 
 
@@ -147,17 +127,12 @@ def test_the_line_in_which_claude_code_counts_is_left_out(server: Running, path:
 def test_system_messages_anywhere(strict: Running, path: str) -> None:
     """Guards Claude Code and Codex, which send texts of the system between turns: templates that want them first refused
     every request."""
-    late = {"role": "system" if path == "/v1/messages" else "developer", "content": "No agents."}
+    late = {"role": "system" if path == MESSAGES else "developer", "content": "No agents."}
     talk = [HI, late, {"role": "user", "content": "Go"}, {"role": "assistant", "content": "Yes"}, late, HI]
-    if path == "/v1/messages":
-        made = post(strict, path, **in_dialect(path), system="Be brief.", messages=talk)
-    elif path == "/v1/responses":
-        made = post(strict, path, **in_dialect(path), instructions="Be brief.", input=talk)
-    else:
-        made = post(
-            strict, path, **in_dialect(path), messages=[{"role": "system", "content": "Be brief."}, late, *talk]
-        )
+    made = post(strict, path, *([late] if path == CHATS else []), *talk, system="Be brief.")
     assert made.status_code == 200, made.text
+    if path == RESPONSES:
+        assert post(strict, path, *talk, instructions="Be brief.").status_code == 200
 
 
 # --- calls ----------------------------------------------------------------------------------------------
@@ -166,19 +141,17 @@ def test_system_messages_anywhere(strict: Running, path: str) -> None:
 @pytest.mark.parametrize("path", DIALECTS)
 def test_a_call_of_the_server_can_be_answered(strict: Running, path: str) -> None:
     """Guards Mistral's templates, which refuse ids of calls that are not nine letters and digits: the server's own."""
-    name = "input" if path == "/v1/responses" else "messages"
-    asked = in_dialect(path, 60, {"type": "any"}, ("see",))
-    made = post(strict, path, **asked, **{name: [HI]}).json()
-    if path == "/v1/messages":
+    made = post(strict, path, HI, tokens=60, see=True, tool_choice={"type": "any"}).json()
+    if path == MESSAGES:
         result = {"type": "tool_result", "tool_use_id": made["content"][-1]["id"], "content": "sunny"}
         turns: list[Any] = [{"role": "assistant", "content": made["content"]}, {"role": "user", "content": [result]}]
-    elif path == "/v1/responses":
+    elif path == RESPONSES:
         call = made["output"][-1]
         turns = [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}]
     else:
         call = made["choices"][0]["message"]
         turns = [call, {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "sunny"}]
-    again = post(strict, path, **{**asked, "tool_choice": "none"}, **{name: [HI, *turns]})
+    again = post(strict, path, HI, *turns, tokens=60, see=True, tool_choice="none")
     assert again.status_code == 200, again.text
 
 
@@ -193,36 +166,35 @@ def test_the_input_of_a_call_is_an_object(tooled: Running, arguments: str, value
     """Guards /v1/messages against status 500, and against deltas that Anthropic's client cannot read, at arguments that
     are not an object."""
     text = '<tool_call>{"name": "see", "arguments": %s}</tool_call>' % arguments  # noqa: UP031
-    asked = {**in_dialect("/v1/messages", 200, None, ("see",), messages=[HI]), "choice": [text]}
-    (block,) = post(tooled, "/v1/messages", **asked).json()["content"]
+    asked: dict[str, Any] = {"tokens": 200, "see": True, "choice": [text]}
+    (block,) = post(tooled, MESSAGES, HI, **asked).json()["content"]
     assert (block["type"], block["input"]) == ("tool_use", value)
-    lines = post(tooled, "/v1/messages", **asked, stream=True).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    deltas = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+    streamed = events(post(tooled, MESSAGES, HI, **asked, stream=True))
+    deltas = [e["delta"]["partial_json"] for e in streamed if e["type"] == "content_block_delta"]
     assert json.loads("".join(deltas)) == value
-
-
-FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": DAY}}
 
 
 def test_tools_and_a_format(tooled: Running) -> None:
     """Guards agents with an output type: the format made every call impossible, without a word. A forced call has no
     text that a format could bind."""
-    tools = in_dialect(DIALECTS[0], 60, None, ("see",), messages=[HI])
-    formats = ({"response_format": FORM}, {"response_format": {"type": "json_object"}}, {"guided_json": DAY},
-               {"structured_outputs": {"json": DAY}})  # fmt: skip
-    for form in formats:
-        refused = post(tooled, DIALECTS[0], **tools, **form)
+    named = {"name": "n", "schema": DAY}
+    schema, flat = {"type": "json_schema", "json_schema": named}, {"type": "json_schema", **named}
+    formats: tuple[tuple[str, dict[str, Any]], ...] = (
+        (CHATS, {"response_format": schema}),
+        (CHATS, {"response_format": {"type": "json_object"}}),
+        (CHATS, {"guided_json": DAY}),
+        (CHATS, {"structured_outputs": {"json": DAY}}),
+        (RESPONSES, {"text": {"format": flat}}),
+        (MESSAGES, {"output_config": {"format": flat}}),
+    )
+    for path, form in formats:
+        refused = post(tooled, path, HI, tokens=60, see=True, **form)
         assert (refused.status_code, "tools and a response_format" in refused.text) == (400, True)
-        for choice, called in (("required", True), ("none", False)):
-            message = post(tooled, DIALECTS[0], **tools, **form, tool_choice=choice).json()["choices"][0]["message"]
+        for choice, called in (("required", True), ("none", False)) if path == CHATS else ():
+            made = post(tooled, path, HI, tokens=60, see=True, **form, tool_choice=choice).json()
+            message = made["choices"][0]["message"]
             assert ("tool_calls" in message, (message["content"] or "{")[0]) == (called, "{")
-    assert post(tooled, DIALECTS[0], **tools, response_format={"type": "text"}).status_code == 200
-    flat = {"type": "json_schema", "name": "n", "schema": DAY}
-    for path, form in ((DIALECTS[1], {"text": {"format": flat}}), (DIALECTS[2], {"output_config": {"format": flat}})):
-        talk = {"input" if path == DIALECTS[1] else "messages": [HI]}
-        refused = post(tooled, path, **in_dialect(path, 60, None, ("see",)), **talk, **form)
-        assert (refused.status_code, "tools and a response_format" in refused.text) == (400, True)
+    assert post(tooled, CHATS, HI, see=True, response_format={"type": "text"}).status_code == 200
 
 
 def test_many_tools_that_describe_themselves(llm: eyas.LLM) -> None:
@@ -239,15 +211,15 @@ def test_many_tools_that_describe_themselves(llm: eyas.LLM) -> None:
 def test_an_error_of_the_grammar_of_tools_speaks_of_tools(tooled: Running) -> None:
     """Guards "the grammar cannot be used", said of a grammar that the client never sent."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-    error = post(tooled, DIALECTS[0], messages=[HI], tools=[tool], tool_choice="required").json()["error"]
+    error = post(tooled, CHATS, HI, tools=[tool], tool_choice="required").json()["error"]
     assert error["message"].startswith("the grammar of the tools cannot be used: ")
     assert error["param"] == "tools"
     long = InputError("grammar has 9 characters: at most 8 are served")
-    for fields, words, param in (
-        (("tools", "messages"), "the grammar of the tools has 9", "tools"),
-        (("tools", "grammar"), "grammar has 9", "grammar"),
+    for other, words, param in (
+        ("messages", "the grammar of the tools", "tools"),
+        ("grammar", "grammar has 9", "grammar"),
     ):
-        made = error_of(long, fields)
+        made = error_of(long, ("tools", other))
         assert (made.message[: len(words)], made.param) == (words, param)
 
 
@@ -284,17 +256,11 @@ def test_a_tool_choice_that_is_none(choice: Any) -> None:
 @pytest.mark.parametrize("path", DIALECTS)
 def test_every_dialect_takes_every_spelling(tooled: Running, path: str) -> None:
     """Guards bodies whose type checks know one spelling alone."""
-    talk = {"input" if path == "/v1/responses" else "messages": [HI]}
-    for choice in (
-        "any",
-        {"type": "any"},
-        {"type": "tool", "name": "see"},
-        {"type": "function", "function": {"name": "see"}},
-    ):
-        made = post(tooled, path, **in_dialect(path, 60, choice, ("see",)), **talk)
+    named = ({"type": "tool", "name": "see"}, {"type": "function", "function": {"name": "see"}})
+    for choice in ("any", {"type": "any"}, *named):
+        made = post(tooled, path, HI, tokens=60, see=True, tool_choice=choice)
         assert (made.status_code, "today" in made.text) == (200, True), made.text
-    single = {"type": "auto", "disable_parallel_tool_use": True}
-    assert not tools_of(TOOLS, single, None).parallel
+    assert not tools_of(TOOLS, {"type": "auto", "disable_parallel_tool_use": True}, None).parallel
 
 
 # --- silence --------------------------------------------------------------------------------------------
@@ -363,20 +329,3 @@ def test_a_call_is_not_written_in_silence(dialect: str, pause: float) -> None:
     assert times[-1] == pytest.approx(20 * pause)
     assert max(after - before for before, after in pairwise(times)) <= 1.0 + 1e-6
     assert len(times) < 20 * pause + 15
-
-
-@pytest.mark.slow
-def test_comments_while_a_call_is_written(llm: eyas.LLM) -> None:
-    """The same through the server: a comment at each cycle, where silence may last no time at all."""
-    pytest.importorskip("llguidance", reason="structured output needs llguidance")
-    text = {
-        "type": "object",
-        "properties": {"text": {"type": "string", "minLength": 200, "maxLength": 200}},
-        "required": ["text"],
-    }
-    tool = {"type": "function", "function": {"name": "write", "parameters": text}}
-    with running(tooled_llm(), rows=1, keep_alive=1e-4) as server:
-        asked = {"max_tokens": 500, "stream": True, "tools": [tool], "tool_choice": "required"}
-        body = post(server, DIALECTS[0], messages=[{"role": "user", "content": PROMPTS[0]}], **asked).text
-    begins = body.index('"role":"assistant"')
-    assert body.count(": keep-alive", begins, body.index('"tool_calls"')) > 5

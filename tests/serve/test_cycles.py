@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from eyas.core.requests import Step
 from eyas.features.traces import Trace, TraceNode
@@ -20,15 +21,9 @@ def cycle(tokens: list[int], nodes: tuple[TraceNode, ...], path: tuple[int, ...]
     """A cycle that emits `tokens`, of which all but those behind the path were drafted. Its nodes
     had other numbers in the draft."""
     trace = Trace(nodes, path, tokens[-1], finish or "no child")
-    return Step(
-        1,
-        tuple(tokens),
-        finish,
-        tuple(n + 7 * (n > 0) for n in path),
-        seconds=0.5,
-        stage_seconds={"draft": 0.1},
-        extra={} if trace is None else {"trace": trace},
-    )
+    drafted = tuple(n + 7 * (n > 0) for n in path)
+    timed: dict[str, Any] = {"seconds": 0.5, "stage_seconds": {"draft": 0.1}}
+    return Step(1, tuple(tokens), finish, drafted, **timed, extra={"trace": trace})
 
 
 def node(
@@ -42,11 +37,9 @@ def test_texts_of_a_character_in_pieces() -> None:
     token; no half of it is shown as text. The texts of the tokens are the answer's text."""
     writer = CycleWriter(TOKENIZER)
     first = writer.write(Step(1, (A,), None, seconds=2.0))
+    assert (first["prefill"], first["nodes"], first["ms"]) == (True, [], 2000)
     nodes = (node(-1, A, 0, q=None, p=1.0), node(0, E1, 1), node(0, A, 1, accepted=False), node(1, E2, 2))
     second = writer.write(cycle([E1, E2, E3], nodes, (0, 1, 3)))
-    assert first["prefill"]
-    assert first["nodes"] == []
-    assert first["ms"] == 2000
     assert [t["text"] for t in second["tokens"]] == ["", "", EURO]
     assert [t["node"] for t in second["tokens"]] == [1, 3, None], "numbers of the trace's nodes, not of the draft's"
     assert second["bonus_text"] == "\N{REPLACEMENT CHARACTER}"

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 
@@ -29,22 +28,16 @@ def embedded(llm: eyas.LLM) -> object:
 
 @pytest.mark.quick("page1")
 @pytest.mark.parametrize("page", [README, SERVING])
-def test_the_first_request_by_curl(embedded: Running, page: str) -> None:
-    """A newcomer copies it."""
+def test_the_first_requests(
+    embedded: Running, page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer copies them: the line of curl, and the block in Python, which is run as it stands, on the port of the
+    test."""
     match = re.search(rf"curl {ADDRESS}(\S+) -H '([^']+)'[\s\\]+-d '([^']+)'", page)
     assert match is not None
     path, header, body = match.groups()
-    headers = dict([header.split(": ")])
-    answer = httpx2.post(embedded.url + path, content=body.encode(), headers=headers, timeout=120)
+    answer = embedded.request("POST", path, content=body.encode(), headers=dict([header.split(": ")]))
     assert answer.json()["choices"][0]["message"]["content"]
-
-
-@pytest.mark.quick("page1")
-@pytest.mark.parametrize("page", [README, SERVING])
-def test_the_first_request_by_openai(
-    embedded: Running, page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The block is run as it stands, on the port of the test."""
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "OpenAI" in block)
     client = embedded.client()
     monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
@@ -54,18 +47,13 @@ def test_the_first_request_by_openai(
 
 def test_metrics_of_the_pages(embedded: Running) -> None:
     """The table and the dashboard name no metric that the server does not have."""
-    httpx2.post(
-        f"{embedded.v1}/completions",
-        json={"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0},
-        timeout=120,
-    )
-    shown = httpx2.get(f"{embedded.url}/metrics", timeout=120).text
+    embedded.post("/v1/completions", {"prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0})
+    shown = embedded.get("/metrics").text
     known = {re.split(r"[{ ]", line)[0] for line in shown.splitlines() if line and line[0] != "#"}
     known |= {name.removesuffix("_count") for name in known}
     dashboard = json.loads((ROOT / "deploy" / "grafana_dashboard.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    for name in {*re.findall(r"(?:vllm|eyas):\w+", SERVING), *re.findall(r"(?:vllm|eyas):\w+", asked)}:
-        assert name in known, name
+    assert {*re.findall(r"(?:vllm|eyas):\w+", SERVING + asked)} <= known
 
 
 def test_defaults_of_the_page() -> None:

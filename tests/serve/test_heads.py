@@ -40,8 +40,7 @@ def served(llm: eyas.LLM) -> Iterator[Running]:
 
 
 def post(server: Running, key: str | None, **body: Any) -> httpx2.Response:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx2.post(f"{server.v1}/draft", json=body, headers=headers, timeout=120)
+    return server.post("/v1/draft", body, headers={} if key is None else {"authorization": f"Bearer {key}"})
 
 
 def answers(server: Running, swap: Any = None, **more: Any) -> list[str]:
@@ -116,13 +115,11 @@ def test_heads_that_cannot_be_used(served: Running, llm: eyas.LLM, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_without_an_admin_nobody_replaces_the_head(llm: eyas.LLM) -> None:
-    with running(llm, keys=("user",), heads=Heads(llm)) as server:
-        assert post(server, "user", name="given").status_code == 403
-        assert post(server, None, name="given").status_code == 401
-    with running(llm, keys=("user",), heads=Heads(llm), admin_key=ADMIN) as server:
-        assert post(server, "user", name="given").status_code == 403
-        assert post(server, ADMIN, name="given").status_code == 200
+@pytest.mark.parametrize("admin", ["", ADMIN], ids=["none", "one"])
+def test_only_an_admin_replaces_the_head(llm: eyas.LLM, admin: str) -> None:
+    with running(llm, keys=("user",), heads=Heads(llm), **({"admin_key": admin} if admin else {})) as server:
+        for key, status in (("user", 403), (None, 401), (ADMIN, 200 if admin else 401)):
+            assert post(server, key, name="given").status_code == status
 
 
 @pytest.mark.exhaustive
@@ -147,7 +144,7 @@ def test_a_server_learns_while_it_serves(llm: eyas.LLM, tmp_path: Path) -> None:
 
 
 def stats(server: Running) -> dict[str, Any]:
-    learnt: dict[str, Any] = httpx2.get(f"{server.url}/stats", timeout=120).json()["learnt"]
+    learnt: dict[str, Any] = server.get("/stats").json()["learnt"]
     return learnt
 
 

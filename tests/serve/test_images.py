@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
 from PIL import Image
 
@@ -20,6 +19,7 @@ from serving import Running, running
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 ASK = {"type": "text", "text": "What is this?"}
+CHATS = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,6 @@ def data_url(image: Image.Image, form: str = "PNG") -> str:
     buffer = io.BytesIO()
     image.save(buffer, form)
     return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def post(server: Running, path: str, body: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=body, timeout=120)
 
 
 def chat_of(image: Any) -> list[dict[str, Any]]:
@@ -71,7 +67,7 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
     for seed in range(3):
         result = llm.generate(chat_of(picture(seed)), max_new_tokens=12, ignore_eos=True)
         url: Any = data_url(picture(seed)) if seed else {"url": data_url(picture(seed)), "detail": "low"}
-        made = post(server, "/v1/chat/completions", {"messages": asked(url), **GREEDY}).json()
+        made = server.post(CHATS, {"messages": asked(url), **GREEDY}).json()
         assert made["choices"][0]["message"]["content"] == result.text
         assert made["usage"]["prompt_tokens"] == len(llm.request(chat_of(picture(seed)))[0].prompt)
         stream = server.client().chat.completions.create(
@@ -80,7 +76,7 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) in result.text
         expected.append(result.text)
     assert len(set(expected)) == 3, "the images make a difference"
-    text = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [ASK]}], **GREEDY}).json()
+    text = server.post(CHATS, {"messages": [{"role": "user", "content": [ASK]}], **GREEDY}).json()
     question = [{"role": "user", "content": [ASK]}]
     assert text["choices"][0]["message"]["content"] == llm.generate(question, max_new_tokens=12, ignore_eos=True).text
 
@@ -88,54 +84,44 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
 @pytest.mark.slow
 def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
     """Guards the image of a request with several samples."""
-    body = {
-        "messages": asked(data_url(picture(1))),
-        "n": 2,
-        "seed": 5,
-        "temperature": 1,
-        "max_tokens": 10,
-        "ignore_eos": True,
-    }
-    choices = post(server, "/v1/chat/completions", body).json()["choices"]
-    for sample, choice in enumerate(choices):
-        one = llm.generate(chat_of(picture(1)), temperature=1, seed=5 + sample, max_new_tokens=10, ignore_eos=True)
-        assert choice["message"]["content"] == one.text
+    sampled = {"temperature": 1, "ignore_eos": True}
+    body = {"messages": asked(data_url(picture(1))), "n": 2, "seed": 5, "max_tokens": 10, **sampled}
+    choices = server.post(CHATS, body).json()["choices"]
+    own = [llm.generate(chat_of(picture(1)), seed=5 + sample, max_new_tokens=10, **sampled) for sample in range(2)]
+    assert [choice["message"]["content"] for choice in choices] == [one.text for one in own]
 
 
 def test_other_endpoints(server: Running, llm: eyas.LLM) -> None:
     """Guards /v1/responses and /tokenize."""
     parts = [{"type": "input_image", "image_url": data_url(picture(2))}, {"type": "input_text", "text": ASK["text"]}]
-    body = {
-        "input": [{"role": "user", "content": parts}],
-        "instructions": "Be brief.",
-        "temperature": 0,
-        "max_output_tokens": 12,
-    }
-    made = post(server, "/v1/responses", {**body, "ignore_eos": True}).json()
-    assert (
-        made["output"][0]["content"][0]["text"]
-        == llm.generate(chat_of(picture(2)), max_new_tokens=12, ignore_eos=True).text
-    )
-    counted = post(server, "/tokenize", {"messages": asked(data_url(picture(2)))}).json()
+    body = {"input": [{"role": "user", "content": parts}], "instructions": "Be brief.", "temperature": 0}
+    made = server.post("/v1/responses", {**body, "max_output_tokens": 12, "ignore_eos": True}).json()
+    own = llm.generate(chat_of(picture(2)), max_new_tokens=12, ignore_eos=True)
+    assert made["output"][0]["content"][0]["text"] == own.text
+    counted = server.post("/tokenize", {"messages": asked(data_url(picture(2)))}).json()
     assert tuple(counted["tokens"]) == llm.request(chat_of(picture(2)))[0].prompt
 
 
 BROKEN = base64.b64encode(base64.b64decode(data_url(picture(0)).partition(",")[2])[:60]).decode()
 
 
+def url_of(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
 @pytest.mark.quick("part7-send PNG, JPEG, WEBP, GIF")
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"type": "image_url", "image_url": "https://example.com/cat.png"}, "fetches no images"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "fetches no images"),
-        ({"type": "image_url", "image_url": "data:image/png,abc"}, "fetches no images"),
-        ({"type": "image_url", "image_url": "data:image/png;base64,%%%"}, "not base64"),
-        ({"type": "image_url", "image_url": "data:image/png;base64,aGVsbG8="}, "not an image that can be read"),
-        ({"type": "image_url", "image_url": f"data:image/png;base64,{BROKEN}"}, "broken"),
-        ({"type": "image_url", "image_url": {}}, "has no image"),
-        ({"type": "image_url", "image_url": data_url(picture(0), "BMP")}, "send PNG, JPEG, WEBP, GIF"),
-        ({"type": "image_url", "image_url": data_url(Image.new("RGB", (1, 51)))}, "at most 50 times as long as wide"),
+        (url_of("https://example.com/cat.png"), "fetches no images"),
+        (url_of({"url": "file:///etc/hostname"}), "fetches no images"),
+        (url_of("data:image/png,abc"), "fetches no images"),
+        (url_of("data:image/png;base64,%%%"), "not base64"),
+        (url_of("data:image/png;base64,aGVsbG8="), "not an image that can be read"),
+        (url_of(f"data:image/png;base64,{BROKEN}"), "broken"),
+        (url_of({}), "has no image"),
+        (url_of(data_url(picture(0), "BMP")), "send PNG, JPEG, WEBP, GIF"),
+        (url_of(data_url(Image.new("RGB", (1, 51)))), "at most 50 times as long as wide"),
         ({"type": "image", "path": __file__}, "of type 'image'"),
         ({"type": "video", "url": "https://example.com/cat.mp4"}, "of type 'video'"),
         ({"type": "input_audio", "input_audio": {}}, "of type 'input_audio'"),
@@ -143,59 +129,40 @@ BROKEN = base64.b64encode(base64.b64decode(data_url(picture(0)).partition(",")[2
 )
 def test_what_is_refused(server: Running, part: dict[str, Any], words: str) -> None:
     """Each gets one line and the status 400, alone and beside an image."""
-    for parts in ([part, ASK], [part, {"type": "image_url", "image_url": data_url(picture(0))}, ASK]):
-        response = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}], **GREEDY})
-        assert response.status_code == 400
-        message = response.json()["error"]["message"]
+    for parts in ([part, ASK], [part, url_of(data_url(picture(0))), ASK]):
+        message = refusal(server, parts)
         assert words in message or (len(parts) == 2 and "only parts of text are read here" in message)
         assert "\n" not in message
         assert "root" not in message
 
 
+def refusal(server: Running, parts: list[Any]) -> str:
+    """Return why a user's message with these parts is refused."""
+    response = server.post(CHATS, {"messages": [{"role": "user", "content": parts}], **GREEDY})
+    assert response.status_code == 400, response.text
+    return str(response.json()["error"]["message"])
+
+
 @pytest.mark.slow
 def test_variables_cannot_name_files(server: Running) -> None:
     """Guards the processor, which takes what the chat template does not know: `images` would be paths."""
-    for variables in (
-        {"images": [__file__]},
-        {"chat_template": "{{ 1 }}"},
-        {"tokenize": False},
-        {"size": 10**9},
-        {"do_resize": False},
-    ):
-        body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": variables, **GREEDY}
-        response = post(server, "/v1/chat/completions", body)
-        assert response.status_code == 400
-        assert next(iter(variables)) in response.json()["error"]["message"]
-    body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": {"enable_thinking": False}, **GREEDY}
-    assert post(server, "/v1/chat/completions", body).status_code == 200
+    wrong = {"images": [__file__], "chat_template": "{{ 1 }}", "tokenize": False, "size": 10**9, "do_resize": False}
+    for name, value, status in (*((*item, 400) for item in wrong.items()), ("enable_thinking", False, 200)):
+        body = {"messages": asked(data_url(picture(0))), "chat_template_kwargs": {name: value}, **GREEDY}
+        response = server.post(CHATS, body)
+        assert response.status_code == status
+        assert status == 200 or name in response.json()["error"]["message"]
 
 
-def test_huge_images(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory: the pixels of all images count, before they are unpacked."""
+def test_many_pixels(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: the pixels of all images count, before they are unpacked, and so does their number: a processor
+    makes each tiny image as large as any other."""
+    one = url_of(data_url(picture(0)))
+    assert "send fewer" in refusal(server, [*[one] * (images.MOST_IMAGES + 1), ASK])
     monkeypatch.setattr(images, "MOST_PIXELS", 2 * 240 - 1)
-    one = {"type": "image_url", "image_url": data_url(picture(0))}
-    assert (
-        post(
-            server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, ASK]}], **GREEDY}
-        ).status_code
-        == 200
-    )
-    response = post(
-        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [one, one, ASK]}], **GREEDY}
-    )
-    assert response.status_code == 400
-    assert "send smaller ones" in response.json()["error"]["message"]
-
-
-def test_many_images(server: Running) -> None:
-    """Guards memory: a processor makes each tiny image as large as any other."""
-    one = {"type": "image_url", "image_url": data_url(picture(0))}
-    parts = [one] * (images.MOST_IMAGES + 1)
-    response = post(
-        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [*parts, ASK]}], **GREEDY}
-    )
-    assert response.status_code == 400
-    assert "send fewer" in response.json()["error"]["message"]
+    assert "send smaller ones" in refusal(server, [one, one, ASK])
+    made = server.post(CHATS, {"messages": [{"role": "user", "content": [one, ASK]}], **GREEDY})
+    assert made.status_code == 200
 
 
 def test_texts_of_the_system_between_turns_with_an_image(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,19 +179,13 @@ def test_texts_of_the_system_between_turns_with_an_image(llm: eyas.LLM, monkeypa
 
 def test_a_prompt_that_the_model_refuses(server: Running) -> None:
     """Guards the other requests from one whose text holds a placeholder without its image."""
-    question = {"type": "text", "text": "Is <image> an image?"}
-    image = {"type": "image_url", "image_url": data_url(picture(0))}
-    response = post(
-        server, "/v1/chat/completions", {"messages": [{"role": "user", "content": [image, question]}], **GREEDY}
-    )
-    assert response.status_code == 400
-    assert post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
+    refusal(server, [url_of(data_url(picture(0))), {"type": "text", "text": "Is <image> an image?"}])
+    assert server.post(CHATS, {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
 
 
 @pytest.mark.slow
 def test_models_that_read_no_images() -> None:
     """The embedded model refuses them, by name."""
     with running(eyas.load(method="vanilla"), rows=1) as server:
-        response = post(server, "/v1/chat/completions", {"messages": asked(data_url(picture(0))), **GREEDY})
-    assert response.status_code == 400
-    assert "LlamaForCausalLM reads text alone" in response.json()["error"]["message"]
+        words = refusal(server, [url_of(data_url(picture(0))), ASK])
+    assert "LlamaForCausalLM reads text alone" in words

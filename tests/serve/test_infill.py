@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import httpx2
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 import eyas
 from eyas.serve import middle
 from eyas.serve.errors import ApiError
-from serving import Running
+from serving import Running, events
 
 BEFORE, AFTER = "I want to book a table", " in San Jose tonight."
 
@@ -61,18 +57,14 @@ def filling(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     return server
 
 
-def post(server: Running, path: str, **body: Any) -> httpx2.Response:
-    body = {"temperature": 0, **body}
-    return httpx2.post(server.url + path, json=body, timeout=120)
-
-
 @pytest.mark.slow
 def test_both_routes(filling: Running, llm: eyas.LLM) -> None:
     """The text is that of the whole prompt; streams add up to it."""
     assert llm.tokenizer is not None
     made = middle.middle_of(llm.tokenizer, BEFORE, AFTER)
     own = llm.generate(list(made.ids), max_new_tokens=12, stop_token_ids=sorted(made.stop_token_ids))
-    text = post(filling, "/v1/completions", prompt=BEFORE, suffix=AFTER, max_tokens=12).json()["choices"][0]["text"]
+    asked = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 12, "temperature": 0}
+    text = filling.post("/v1/completions", asked).json()["choices"][0]["text"]
     body = {
         "input_prefix": BEFORE,
         "input_suffix": AFTER,
@@ -80,28 +72,27 @@ def test_both_routes(filling: Running, llm: eyas.LLM) -> None:
         "samplers": ["top_k"],
         "t_max_predict_ms": 9,
     }
-    response = post(filling, "/infill", **body)
+    response = filling.post("/infill", {"temperature": 0, **body})
     whole = response.json()
     assert text == whole["content"] == own.text
     assert (whole["stop"], whole["stop_type"]) == (True, "limit" if own.finish_reason == "length" else "eos")
     assert response.headers["x-eyas-ignored-fields"] == "samplers,t_max_predict_ms"
-    lines = [line.removeprefix("data: ") for line in post(filling, "/infill", stream=True, **body).text.split("\n\n")]
-    chunks = [json.loads(line) for line in lines if line.startswith("{")]
+    chunks = [
+        one for one in events(filling.post("/infill", {"temperature": 0, "stream": True, **body})) if one != "[DONE]"
+    ]
     assert "".join(chunk["content"] for chunk in chunks) == text
     assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_a_model_that_cannot(server: Running) -> None:
     """Guards the refusal of models without marks, and of what a suffix cannot go with."""
-    for path, body in (
-        ("/v1/completions", {"prompt": BEFORE, "suffix": AFTER}),
-        ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    asked = {"prompt": BEFORE, "suffix": AFTER}
+    for path, body, words in (
+        ("/v1/completions", asked, "cannot fill in"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "cannot fill in"),
+        ("/v1/completions", {**asked, "echo": True}, ""),
+        ("/v1/completions", {**asked, "prompt": [1, 2]}, ""),
     ):
-        error = post(server, path, **body).json()["error"]
-        assert (error["param"], "cannot fill in" in error["message"]) == ("suffix", True)
-    for more in ({"echo": True}, {"prompt": [1, 2]}):
-        assert (
-            post(server, "/v1/completions", **{"prompt": BEFORE, "suffix": AFTER, **more}).json()["error"]["param"]
-            == "suffix"
-        )
-    assert post(server, "/v1/completions", prompt=BEFORE, suffix="", max_tokens=1).status_code == 200
+        error = server.post(path, body).json()["error"]
+        assert (error["param"], words in error["message"]) == ("suffix", True)
+    assert server.post("/v1/completions", {"prompt": BEFORE, "suffix": "", "max_tokens": 1}).status_code == 200

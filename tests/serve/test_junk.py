@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from serving import Running, running, tooled_llm
+from serving import Running
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +32,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
         "prediction": {"type": "content", "content": TEXT},
         "logit_bias": {"5": 1},
-        "chat_template_kwargs": {"a": 1},
-        "stream_options": {"include_usage": True},
-        "stop": ["x"],
-        "max_tokens": 1,
+        "chat_template_kwargs": {"a": 1}, "stream_options": {"include_usage": True}, "stop": ["x"], "logprobs": True,
+        "top_logprobs": 1, "parallel_tool_calls": True, "add_generation_prompt": True, "continue_final_message": False,
+        "max_completion_tokens": 1, "max_tokens": 1,
     },
     "/v1/responses": {
         "input": [
@@ -83,14 +82,6 @@ def variants(value: Any) -> Iterator[Any]:
                 changed = value.copy()
                 changed[key] = other
                 yield changed
-
-
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[Running]:
-    """A server whose model has tools."""
-    pytest.importorskip("llguidance", reason="structured output needs llguidance")
-    with running(tooled_llm(), rows=2) as one:
-        yield one
 
 
 @pytest.mark.cover(path=1)

@@ -13,19 +13,9 @@ def methods(llm: eyas.LLM) -> Methods:
     return Methods(llm)
 
 
-def rows(pool: DecoderPool, method: str, load: int) -> int:
-    return len(pool.take(method, load).rows)
-
-
-def test_sizes() -> None:
-    assert sizes(1) == [1]
-    assert sizes(4) == [1, 4]
-    assert sizes(10) == [1, 4, 10]
-
-
-@pytest.fixture
-def all_rows_cost(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods.llm.target.runner, "skips_rows", False)
+@pytest.mark.parametrize(("load", "expected"), [(1, [1]), (4, [1, 4]), (10, [1, 4, 10])])
+def test_sizes(load: int, expected: list[int]) -> None:
+    assert sizes(load) == expected
 
 
 def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods) -> None:
@@ -36,24 +26,17 @@ def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods
     assert [len(decoder.rows) for decoder in decoders] == [10]
 
 
-@pytest.mark.usefixtures("all_rows_cost")
-def test_a_decoder_fits_the_load(methods: Methods) -> None:
-    """One sequence has a Decoder of its own size; more of them share larger ones; every one finds a
-    row up to the last."""
-    pool = DecoderPool(methods, 10, 16)
-    assert [rows(pool, "vanilla", load) for load in range(1, 11)] == [1, 4, 4, 4, 10, 10, 10, 10, 10, 10]
-
-
-@pytest.mark.usefixtures("all_rows_cost")
-def test_after_a_rush(methods: Methods) -> None:
-    """While a large Decoder is busy, a load that fills much of it goes there; a single sequence
-    does not: it would pay for empty rows."""
-    pool = DecoderPool(methods, 16, 16)
-    large = pool.take("vanilla", 16)
-    assert len(large.rows) == 16
-    assert pool.take("vanilla", 5) is large
-    assert rows(pool, "vanilla", 2) == 4
-    assert rows(pool, "vanilla", 1) == 1
+def test_a_decoder_fits_the_load(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence has a Decoder of its own size; more of them share larger ones; every one finds a row up to the last.
+    While a large Decoder is busy, a load that fills much of it goes there; a single sequence does not: it would pay for
+    empty rows."""
+    monkeypatch.setattr(methods.llm.target.runner, "skips_rows", False)
+    for limit, loads, expected in (
+        (10, range(1, 11), [1, 4, 4, 4, 10, 10, 10, 10, 10, 10]),
+        (16, (16, 5, 2, 1), [16, 16, 4, 1]),
+    ):
+        pool = DecoderPool(methods, limit, 16)
+        assert [len(pool.take("vanilla", load).rows) for load in loads] == expected
 
 
 def test_methods_have_decoders_of_their_own(methods: Methods) -> None:

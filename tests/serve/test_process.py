@@ -51,30 +51,17 @@ class Process:
         return int(self.process.returncode)
 
 
+COMMAND = (sys.executable, "-m", "eyas", "serve", "--port")
+
+
 @contextmanager
-def served(tmp_path: Path, *options: object, **environment: str) -> Iterator[Process]:
-    """`eyas serve` on a free port, once it listens."""
-    command = [
-        sys.executable,
-        "-m",
-        "eyas",
-        "serve",
-        "--port",
-        0,
-        "--kernels",
-        "off",
-        "--tree.nodes",
-        6,
-        "--tree.depth",
-        3,
-        *options,
-    ]
-    log = tmp_path / "log"
+def served(tmp_path: Path, *options: object, port: int = 0, **environment: str) -> Iterator[Process]:
+    """`eyas serve`, by default on a free port, once it listens."""
+    command = [*COMMAND, port, "--kernels", "off", "--tree.nodes", 6, "--tree.depth", 3, *options]
+    log, variables = tmp_path / "log", processes.environment(**environment)
     with (
         log.open("wb") as stderr,
-        processes.started(
-            command, True, stderr=stderr, stdout=subprocess.PIPE, env=processes.environment(**environment)
-        ) as child,
+        processes.started(command, True, stderr=stderr, stdout=subprocess.PIPE, env=variables) as child,
     ):
         made = Process(child, log)
         made.wait_for("serving")
@@ -134,14 +121,17 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         assert "s3cret" not in log
 
 
+def start_without_a_model(port: int) -> Any:
+    """`eyas serve` of a folder that is not there: the port is asked for before it."""
+    return processes.run([*COMMAND, str(port), "--target", "no-such-folder"], True)
+
+
 @pytest.mark.exhaustive
 def test_a_port_that_is_taken() -> None:
     """It gets one line and status 2, before the model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = processes.run(
-            [sys.executable, "-m", "eyas", "serve", "--target", "no-such-folder", "--port", str(port)], True
-        )
+        done = start_without_a_model(port)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"eyas: error: cannot listen on 127.0.0.1 port {port} (")
@@ -150,11 +140,10 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.exhaustive
 def test_three_signals_and_a_start_on_the_same_port(tmp_path: Path) -> None:
     """A third signal ends a server at once with status 1, without a traceback; after kill -9, too, another
-    server gets the port at once. The last one goes as far as its model, which is not there: the port is asked for before
-    it (`test_a_port_that_is_taken`)."""
+    server gets the port at once."""
+    port = processes.unused_port()
     with ThreadPoolExecutor(1) as pool:
-        port = processes.unused_port()
-        with served(tmp_path, "--port", port) as server:
+        with served(tmp_path, port=port) as server:
             lost = pool.submit(ask, server.url, max_tokens=3000)
             processes.wait_until(lambda: arrived(server.url) == 1, server.process)
             server.process.send_signal(signal.SIGINT)
@@ -164,12 +153,9 @@ def test_three_signals_and_a_start_on_the_same_port(tmp_path: Path) -> None:
             assert server.ended() in (0, 1)  # 0: the third came before the second was handled
             assert "Traceback" not in server.log.read_text()
             assert lost.exception() is not None or lost.result().status_code >= 500
-        with served(tmp_path, "--port", port) as server:
+        with served(tmp_path, port=port) as server:
             assert get(f"{server.url}/health").status_code == 200
             server.process.kill()
             server.process.wait()
-        after = processes.run(
-            [sys.executable, "-m", "eyas", "serve", "--target", "no-such-folder", "--port", str(port)], True
-        )
-        assert "cannot listen" not in after.stderr
-        assert "no-such-folder" in after.stderr
+    words = start_without_a_model(port).stderr
+    assert ("cannot listen" in words, "no-such-folder" in words) == (False, True)

@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,29 +90,33 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
 }  # fmt: skip
 
 
-def tokenizer_of(template: str, special: Sequence[str] = ()) -> Any:
-    inner = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eot|>", chat_template=template)
-    made.add_special_tokens({"additional_special_tokens": [AddedToken(one, special=True) for one in special]})
-    return made
-
-
 def model(template: str, special: Sequence[str] = (), kind: str = "nothing", response: Any = None) -> Any:
-    """As much of an LLM as tells how it writes."""
-    tokenizer = tokenizer_of(template, special)
+    """As much of an LLM as tells how it writes; a token is a byte."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|eot|>", chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(one, special=True) for one in special]})
     if response is not None:
         tokenizer.response_template = response
-    config = SimpleNamespace(model_type=kind)
-    target = SimpleNamespace(model=SimpleNamespace(config=config))
+    target = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type=kind)))
     return SimpleNamespace(tokenizer=tokenizer, eos=frozenset({tokenizer.eos_token_id}), target=target)
 
 
+@cache
 def family(name: str) -> Any:
     template, special, _ = FAMILIES[name]
     return model(template, special)
+
+
+def regions(name: str) -> list[Any]:
+    """The regions that a family's marks begin."""
+    return [*grammar_of(family(name), TOOLS).first.values()]
+
+
+def shown(marks: Iterable[str]) -> list[str]:
+    """Marks as they are in texts: without what stands for a special token."""
+    return [mark.translate({0xD800: None, 0xDFFF: None}) for mark in marks]
 
 
 def written(name: str, text: str) -> str:
@@ -166,26 +171,8 @@ def answer(
 
 
 TEXTS = 40  # for each family
-WORDS = [
-    "Hi",
-    " there",
-    "\n",
-    "  ",
-    "{",
-    "}",
-    '"',
-    "\\",
-    ":",
-    ",",
-    "[",
-    "]",
-    '{"name": "f", "arguments": {"t": "',
-    '"}}',
-    "f",
-    "é",
-    "to=functions.f",
-    "analysis",
-]
+WORDS = ["Hi", " there", "\n", "  ", "{", "}", '"', "\\", ":", ",", "[", "]", '{"name": "f", "arguments": {"t": "', '"}}', "f", "é",
+         "to=functions.f", "analysis"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -193,28 +180,30 @@ def test_the_pieces_do_not_matter(name: str) -> None:
     """Guards streams that differ from whole answers: random texts of marks, halves of marks, calls and words, cut
     anywhere, with and without stop strings, give the same content, reasoning, calls and count of tokens."""
     llm, noise = family(name), random.Random(name)
-    marks = [mark for mark in (*grammar_of(llm, TOOLS).first, *grammar_of(llm, TOOLS).special.values())]
-    marks += [end for region in grammar_of(llm, TOOLS).first.values() for end in region.closing]
-    marks = [mark.translate({0xD800: None, 0xDFFF: None}) for mark in marks] + [
+    grammar = grammar_of(llm, TOOLS)
+    closing = [end for region in regions(name) for end in region.closing]
+    marks = [
+        *shown([*grammar.first, *grammar.special.values(), *closing]),
         "<parameter=t>",
         "</parameter>",
         "<|message|>",
     ]
+
+    def part() -> str:
+        mark = noise.choice(marks)
+        half, word, call = (
+            mark[: noise.randrange(len(mark)) + 1],
+            noise.choice(WORDS),
+            written(name, noise.choice(WORDS)),
+        )
+        return noise.choice((mark, half, word, call))
+
     for number in range(TEXTS):
-        tokens = []
-        for _ in range(noise.randrange(1, 14)):
-            kind = noise.randrange(4)
-            mark = noise.choice(marks)
-            tokens.append(
-                [mark, mark[: noise.randrange(len(mark)) + 1], noise.choice(WORDS), written(name, noise.choice(WORDS))][
-                    kind
-                ]
-            )
+        text = "".join(part() for _ in range(noise.randrange(1, 14)))
         grammar = grammar_of(llm, TOOLS, noise.choice(["", "", "choice", "response_format"]))
         opening = noise.choice(["", "", "<think>\n", "<|start|>assistant"])
         reader = Reader(grammar, opening, noise.choice(["", "", "a <"]))
         how = {"stops": noise.choice([(), ("</", "X"), ('"}',)]), "finish": noise.choice(["stop", "length"])}
-        text = "".join(tokens)
         whole = deltas(llm, text, **how, cuts=[10**6])
         expected = read(at_once := reader.new(), whole)
         for _ in range(3):
@@ -222,9 +211,8 @@ def test_the_pieces_do_not_matter(name: str) -> None:
             streamed = reader.new()
             assert read(streamed, cut) == expected, (number, text, how)
             assert (streamed.called, streamed.reasoning_tokens) == (at_once.called, at_once.reasoning_tokens)
-        shown = "".join(d.text for d in whole)
         if not opening and not any(mark in text for mark in marks):
-            assert expected.get("content", "") == shown
+            assert expected.get("content", "") == "".join(d.text for d in whole)
 
 
 # --- calls -----------------------------------------------------------------------------------------
@@ -245,16 +233,10 @@ def test_marks_in_arguments(name: str) -> None:
     """Guards calls whose argument holds the mark that ends calls, or a whole call, as those of agents that write
     about calls do: they were cut there without a word."""
     llm = family(name)
-    ends = {end for region in grammar_of(llm, TOOLS).first.values() if region.kind == "call" for end in region.closing}
-    ends = {end.translate({0xD800: None, 0xDFFF: None}) for end in ends} | {
-        "</parameter> x",
-        "</function>",
-        "</invoke> y",
-    }
-    for end in ends:
-        if name.startswith("mistral") or (name == "deepseek32" and end.startswith("</invoke")):
-            continue
-        text = f"ends with {end} here"
+    ends = shown(end for region in regions(name) if region.kind == "call" for end in region.closing)
+    texts = [f"ends with {end} here" for end in (*ends, "</parameter> x", "</function>", "</invoke> y")
+             if not name.startswith("mistral") and not (name == "deepseek32" and end.startswith("</invoke"))]  # fmt: skip
+    for text in texts:
         assert answer(llm, written(name, text))["tool_calls"] == [("f", {"t": text})], text
     if name in ("hermes", "qwen", "minimax", "deepseek32"):
         text = f"Calls look so:\n{written(name, 'x')}\nand so on."
@@ -266,15 +248,15 @@ def test_a_call_that_is_cut(name: str) -> None:
     """Guards against calls that lack what max_tokens cut: an agent would run them. What was written is content."""
     llm, call = family(name), written(name, "abc")
     ids = llm.tokenizer(call)["input_ids"]
+    ends = ("}", "]", "</function>\n", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
     for count in range(1, len(ids)):
         text = llm.tokenizer.decode(ids[:count])
         made = answer(llm, "Look. " + text, finish="length")
-        assert made.get("tool_calls", [("f", {"t": "abc"})]) == [("f", {"t": "abc"})], text
-        if "abc" in text and "tool_calls" not in made:
+        if "tool_calls" in made:
+            assert made["tool_calls"] == [("f", {"t": "abc"})], text
+            assert text.rstrip("`\n").endswith(ends), text
+        elif "abc" in text:
             assert made["content"].endswith("abc" + text.partition("abc")[2]), text
-        assert ("tool_calls" not in made) or text.rstrip("`\n").endswith(
-            ("}", "]", "]", "</function>\n", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
-        ), text
 
 
 @pytest.mark.parametrize(("name", "end"), [
@@ -297,22 +279,22 @@ def test_a_call_that_is_cut_within_examples(name: str) -> None:
     """Guards against a call that is an example in the argument of a call that max_tokens cut."""
     text = written(name, f"So:\n{written(name, 'x')}\nor </parameter>\n{written(name, 'y')}\n")
     for cut in range(1, len(text), 7):
-        made = answer(family(name), text[:cut], finish="length")
-        assert "tool_calls" not in made, text[:cut]
+        assert "tool_calls" not in answer(family(name), text[:cut], finish="length"), text[:cut]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_good_calls_and_broken_ones(name: str) -> None:
     """Guards a good call beside a broken one: the good one is a call, in both forms; the broken one is text."""
-    good = written(name, "x")
-    broken = (
-        good.replace('"t"', "t")
-        .replace("{t:", "{:")
-        .replace("<parameter=", "<param=")
-        .replace("arg_key", "key")
-        .replace("parameter name", "param name")
-    )
-    llm = family(name)
+    llm, good = family(name), written(name, "x")
+    broken = good
+    for old, new in (
+        ('"t"', "t"),
+        ("{t:", "{:"),
+        ("<parameter=", "<param="),
+        ("arg_key", "key"),
+        ("parameter name", "param name"),
+    ):
+        broken = broken.replace(old, new)
     assert answer(llm, good + good)["tool_calls"] == [("f", {"t": "x"})] * 2
     for text in (good + broken, broken + good):
         made = answer(llm, text)
@@ -323,36 +305,26 @@ def test_good_calls_and_broken_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stop_strings_and_calls(name: str) -> None:
-    """Guards calls while the request has stop strings: marks that are special tokens were not seen."""
-    llm = family(name)
-    assert answer(llm, "Look. " + written(name, "x"), stops=["Observation:"])["tool_calls"] == [("f", {"t": "x"})]
-    made = answer(llm, written(name, "x") + "\nObservation: y", stops=["Observation:"])
+    """Guards calls while the request has stop strings: marks that are special tokens were not seen. Clients also stop at
+    the mark that ends a call, which is then not in the text."""
+    llm, call = family(name), written(name, "x")
+    assert answer(llm, "Look. " + call, stops=["Observation:"])["tool_calls"] == [("f", {"t": "x"})]
+    made = answer(llm, call + "\nObservation: y", stops=["Observation:"])
     assert (made["tool_calls"], "content" in made) == ([("f", {"t": "x"})], False)
-
-
-def test_a_stop_string_that_ends_a_call() -> None:
-    """Guards clients that stop at the mark that ends a call, which is then not in the text."""
-    for name, stop in (
-        ("hermes", "</tool_call>"),
-        ("qwen", "</tool_call>"),
-        ("minimax", "</minimax:tool_call>"),
-    ):
-        assert answer(family(name), written(name, "x"), stops=[stop]) == {"tool_calls": [("f", {"t": "x"})]}
+    if name in ("hermes", "qwen", "minimax"):
+        last = "</minimax:tool_call>" if name == "minimax" else "</tool_call>"
+        assert answer(llm, call, stops=[last]) == {"tool_calls": [("f", {"t": "x"})]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_that_nobody_asked_for(name: str) -> None:
     """Guards requests without tools, or with tool_choice none: the text of a call is content."""
-    llm = family(name)
     text = f"So: {written(name, 'x')}"
-    special = FAMILIES[name][1]
-    shown = text
-    for token in special:
-        shown = shown.replace(token, "")
-    made = answer(llm, text, Tools())
-    if name == "harmony":
-        shown = 'So: {"t": "x"}'
-    assert made == {"content": shown}
+    expected = text
+    for token in FAMILIES[name][1]:
+        expected = expected.replace(token, "")
+    made = answer(family(name), text, Tools())
+    assert made == {"content": 'So: {"t": "x"}' if name == "harmony" else expected}
 
 
 CHAIN = '[1, {"a b": true}]'
@@ -398,28 +370,40 @@ def test_types_of_arguments(schema: Any, text: str, value: Any) -> None:
         assert answer(family(name), written(name, text), Tools((tool,))) == {"tool_calls": [("f", {"t": value})]}
 
 
-def test_other_forms_of_calls() -> None:
-    """Guards what models write beside the usual form: without the outer mark, without the last one, several at once."""
-    function = "<function=f>\n<parameter=t>\nx\n</parameter>\n</function>"
-    calls = [("f", {"t": "x"})]
-    assert answer(family("qwen"), f"Look.\n{function}") == {"content": "Look.", "tool_calls": calls}
-    assert answer(family("qwen"), f"<tool_call>\n{function.removesuffix('</function>')}</tool_call>") == {
-        "tool_calls": calls
-    }
-    assert answer(family("qwen"), "<tool_call>\n<function=f>\n</function>\n</tool_call>") == {"tool_calls": [("f", {})]}
-    assert answer(family("qwen"), written("hermes", "x")) == {"tool_calls": calls}
-    assert answer(family("qwen"), '<function=f>{"t": "x"}</function>') == {"tool_calls": calls}
-    assert answer(family("hermes"), written("hermes", "x").removesuffix("\n</tool_call>")) == {"tool_calls": calls}
-    assert answer(family("glm"), "<tool_call>f</tool_call><tool_call>unknown</tool_call>") == {
-        "tool_calls": [("f", {})], "content": "<tool_call>unknown</tool_call>"}  # fmt: skip
-    two = written("minimax", "x").replace("</invoke>", '</invoke>\n<invoke name="g-h">\n</invoke>')
-    assert answer(family("minimax"), two) == {"tool_calls": [*calls, ("g-h", {})]}
-    one = '{"name": "f", "parameters": {"t": "x"}}'
-    assert answer(family("llama"), one) == {"tool_calls": calls}
-    assert answer(family("llama"), f"{one}; {one}") == {"tool_calls": calls * 2}
-    for text in ('{"name": "unknown", "parameters": {}}', '{"foo": 1}', f"So: {one}", '{"name": "f", "par'):
-        assert answer(family("llama"), text) == {"content": text}
-    assert answer(family("llama"), one, Tools()) == {"content": one}
+FUNCTION = "<function=f>\n<parameter=t>\nx\n</parameter>\n</function>"
+OBJECT = '{"name": "f", "parameters": {"t": "x"}}'
+INVOKED = written("minimax", "x").replace("</invoke>", '</invoke>\n<invoke name="g-h">\n</invoke>')
+UNKNOWN = "<tool_call>unknown</tool_call>"
+OTHERS = ('{"name": "unknown", "parameters": {}}', '{"foo": 1}', f"So: {OBJECT}", '{"name": "f", "par')  # of llama
+CALLS = [("f", {"t": "x"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("qwen", f"Look.\n{FUNCTION}", {"content": "Look.", "tool_calls": CALLS}),
+        ("qwen", f"<tool_call>\n{FUNCTION.removesuffix('</function>')}</tool_call>", {"tool_calls": CALLS}),
+        ("qwen", "<tool_call>\n<function=f>\n</function>\n</tool_call>", {"tool_calls": [("f", {})]}),
+        ("qwen", written("hermes", "x"), {"tool_calls": CALLS}),
+        ("qwen", '<function=f>{"t": "x"}</function>', {"tool_calls": CALLS}),
+        ("hermes", written("hermes", "x").removesuffix("\n</tool_call>"), {"tool_calls": CALLS}),
+        (
+            "hermes",
+            "<tool_call>{no JSON}</tool_call> and more!",
+            {"content": "<tool_call>{no JSON}</tool_call> and more!"},
+        ),
+        ("glm", f"<tool_call>f</tool_call>{UNKNOWN}", {"tool_calls": [("f", {})], "content": UNKNOWN}),
+        ("minimax", INVOKED, {"tool_calls": [*CALLS, ("g-h", {})]}),
+        ("llama", OBJECT, {"tool_calls": CALLS}),
+        ("llama", f"{OBJECT}; {OBJECT}", {"tool_calls": CALLS * 2}),
+        *(("llama", text, {"content": text}) for text in OTHERS),
+    ],
+)
+def test_other_forms_of_calls(name: str, text: str, expected: dict[str, Any]) -> None:
+    """Guards what models write beside the usual form: without the outer mark, without the last one, several at once; what
+    a weak model writes that is not a call is text, and so is what follows it."""
+    assert answer(family(name), text) == expected
+    assert name != "llama" or answer(family(name), text, Tools()) == {"content": text}
 
 
 def test_forced_calls() -> None:
@@ -447,22 +431,13 @@ def test_json_that_is_no_call(written: str, call: tuple[str, str] | None, step: 
     that is no call is content; a call without arguments is one."""
     reader = Reader(grammar_of(model("", response=TOOL_RESPONSE), TOOLS))
     text = f"Before <tool_call>{written}</tool_call> and more"
-    pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
-    parts = [part for piece in pieces for part in reader.read(Delta(0, piece))] + reader.read(
-        Delta(0, "", finish="stop")
-    )
-    calls = [
-        (one["function"]["name"], one["function"]["arguments"]) for part in parts for one in part.get("tool_calls", ())
-    ]
+    pieces = [Delta(0, text[begin : begin + step]) for begin in range(0, len(text), step)]
+    parts = [part for piece in (*pieces, Delta(0, "", finish="stop")) for part in reader.read(piece)]
+    functions = [one["function"] for part in parts for one in part.get("tool_calls", ())]
+    calls = [(function["name"], function["arguments"]) for function in functions]
     assert "".join(part.get("content", "") for part in parts) == f"Before{'' if call else written} and more"
     assert (calls, reader.called) == ([call] if call else [], call is not None)
     json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # what a response can hold
-
-
-def test_broken_calls_are_content() -> None:
-    """Guards what a weak model writes: a call that is none is text, and so is what follows it."""
-    made = answer(family("hermes"), "<tool_call>{no JSON}</tool_call> and more!")
-    assert made == {"content": "<tool_call>{no JSON}</tool_call> and more!"}
 
 
 # --- reasoning, channels, structures ---------------------------------------------------------------
@@ -479,10 +454,8 @@ def test_reasoning(name: str) -> None:
     llm, (begin, end) = family(name), THOUGHTS[name]
     made = {"reasoning_content": "Hm,\n no.", "content": "    Yes."}
     assert answer(llm, f"{begin}\nHm,\n no.\n{end}" + ("\n\n" if name != "harmony" else "") + "    Yes.") == made
-    assert answer(llm, f"\nHm,\n no.\n{end}Yes.", opening=f"<|im_start|>assistant\n{begin}") == {
-        **made,
-        "content": "Yes.",
-    }
+    begun = answer(llm, f"\nHm,\n no.\n{end}Yes.", opening=f"<|im_start|>assistant\n{begin}")
+    assert begun == {**made, "content": "Yes."}
     assert answer(llm, f"{begin}Hm", finish="length") == {"reasoning_content": "Hm"}
     called = answer(llm, f"{begin}Hm.{end.partition('<|start|>')[0]}\n{written(name, 'x')}")
     assert called == {"reasoning_content": "Hm.", "tool_calls": [("f", {"t": "x"})]}
@@ -540,19 +513,13 @@ def test_channels() -> None:
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"t": "x"}<|call|>'
     )
-    calls = [("f", {"t": "x"})]
-    assert answer(llm, text, opening="<|start|>assistant") == {
-        "reasoning_content": "Hm.",
-        "content": "I look.",
-        "tool_calls": calls,
-    }
-    addressed = text.replace(
-        "assistant<|channel|>commentary to=functions.f ", "assistant to=functions.f<|channel|>commentary "
-    )
-    assert answer(llm, addressed)["tool_calls"] == calls
-    assert answer(llm, addressed.rpartition("assistant")[2], opening="<|start|>assistant") == {"tool_calls": calls}
+    read_all = {"reasoning_content": "Hm.", "content": "I look.", "tool_calls": CALLS}
+    assert answer(llm, text, opening="<|start|>assistant") == read_all
+    addressed = text.replace("<|channel|>commentary to=functions.f ", " to=functions.f<|channel|>commentary ")
+    assert answer(llm, addressed)["tool_calls"] == CALLS
+    assert answer(llm, addressed.rpartition("assistant")[2], opening="<|start|>assistant") == {"tool_calls": CALLS}
     in_analysis = text.rpartition("assistant")[2].replace("commentary", "analysis")
-    assert answer(llm, in_analysis) == {"tool_calls": calls}
+    assert answer(llm, in_analysis) == {"tool_calls": CALLS}
     assert answer(llm, "<|channel|>final<|message|>to=5") == {"content": "to=5"}
     assert answer(llm, "to=5 Hi", opening="<|start|>assistant") == {"content": "to=5 Hi"}
     assert answer(llm, "<|channel|>anal", finish="length") == {}
@@ -655,18 +622,16 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [
 @pytest.mark.parametrize(
     "messages", [[USER], [PARTS], [USER, CALLED, RESULT], [USER, {"role": "assistant", "content": "a"}, USER]]
 )
-def test_the_prompt_says_where_an_answer_begins(thinking: eyas.LLM, messages: list[Any]) -> None:
+def test_the_prompt_says_where_an_answer_begins(
+    thinking: eyas.LLM, messages: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the reader against marks in messages: where the answer begins is said by the template's last words."""
     tokenizer: Any = thinking.tokenizer
+    text = {"content": "a </think> b"}
     assert said(prepared(thinking, *messages), "Hm.</think>Yes.") == {"reasoning_content": "Hm.", "content": "Yes."}
-    assert said(prepared(thinking, *messages, add_generation_prompt=False), "a </think> b") == {
-        "content": "a </think> b"
-    }
-    tokenizer.chat_template = TOOL_TEMPLATE
-    try:
-        assert said(prepared(thinking, *messages), "a </think> b") == {"content": "a </think> b"}
-    finally:
-        tokenizer.chat_template = THINKING
+    assert said(prepared(thinking, *messages, add_generation_prompt=False), "a </think> b") == text
+    monkeypatch.setattr(tokenizer, "chat_template", TOOL_TEMPLATE)
+    assert said(prepared(thinking, *messages), "a </think> b") == text
 
 
 def test_an_answer_that_goes_on(thinking: eyas.LLM) -> None:
@@ -687,16 +652,13 @@ def test_the_prompt_of_a_structure(thinking: eyas.LLM) -> None:
     otherwise the same."""
     pytest.importorskip("llguidance", reason="structured output needs llguidance")
     tool = {"type": "function", "function": {"name": "f"}}
-    free = prepared(thinking, USER)
+    made, free = '{"name": "f", "arguments": {}}', prepared(thinking, USER)
     assert free.job.prompts == prepared(thinking, USER, response_format={"type": "text"}).job.prompts
-    for fields, parts in (
-        ({"response_format": {"type": "json_object"}}, {"content": '{"name": "f", "arguments": {}}'}),
-        ({"choice": ["a"]}, {"content": '{"name": "f", "arguments": {}}'}),
-        ({"structured_outputs": {"regex": "a"}}, {"content": '{"name": "f", "arguments": {}}'}),
-        ({"tools": [tool], "tool_choice": "required"}, {"tool_calls": [("f", {})]}),
-    ):
+    fields: dict[str, Any]
+    for fields in ({"response_format": {"type": "json_object"}}, {"choice": ["a"]}, {"structured_outputs": {"regex": "a"}},
+                   {"tools": [tool], "tool_choice": "required"}):  # fmt: skip
         chat = prepared(thinking, USER, **fields)
         assert thinking.tokenizer is not None
         text = str(thinking.tokenizer.decode(list(chat.job.prompts[0])))
         assert text.endswith("<think>\n\n</think>\n\n")
-        assert said(chat, '{"name": "f", "arguments": {}}') == parts
+        assert said(chat, made) == ({"tool_calls": [("f", {})]} if "tools" in fields else {"content": made})

@@ -2,7 +2,7 @@
 of the draft.
 
     python packages/eyas-gpu/runs/gpu_counts.py                   the table, as Markdown
-    python packages/eyas-gpu/runs/gpu_counts.py --check           exit status 1 where a cycle launches more than docs/lab/gpu_plan.md says, or is not recorded
+    python packages/eyas-gpu/runs/gpu_counts.py --check           exit status 1 where a cycle launches more than the page says
     python packages/eyas-gpu/runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md
 
 One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide)

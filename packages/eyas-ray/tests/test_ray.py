@@ -70,33 +70,11 @@ def test_killed_workers_lose_nothing(tmp_path: Path) -> None:
     assert {int(mark.name) for mark in tmp_path.iterdir()} == deadly
 
 
-class Refusing:
-    """Cannot be made, or refuses what it is given."""
+class Failing:
+    """Fails when it is made or when it works: refuses what it is given, or has a fault of its own. Counts its calls."""
 
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
-
-    def __call__(self) -> Callable[[Sequence[Any]], Any]:
-        if self.at_once:
-            raise OptionError("there is no such model")
-        return self.refuse
-
-    def refuse(self, items: Sequence[Any]) -> Any:
-        raise InputError(f"{items[0]} cannot be used")
-
-
-@pytest.mark.parametrize(("at_once", "message"), [(True, "no such model"), (False, "1 cannot be used")])
-def test_mistakes_are_one_line(at_once: bool, message: str) -> None:
-    """Guards against pages of Ray's tracebacks where the user has made a mistake, and against endless restarts."""
-    with pytest.raises(OptionError, match=message):
-        list(worked([1], Refusing(at_once), Workers(1)))
-
-
-class Faulty:
-    """Has a fault of its own, when it is made or when it works; counts how often it is asked."""
-
-    def __init__(self, at_once: bool, calls: Path) -> None:
-        self.at_once, self.calls = at_once, calls
+    def __init__(self, error: Exception | None, at_once: bool, calls: Path) -> None:
+        self.error, self.at_once, self.calls = error, at_once, calls
 
     def __call__(self) -> Callable[[Sequence[Any]], Any]:
         if self.at_once:
@@ -106,16 +84,32 @@ class Faulty:
     def work(self, items: Sequence[Any]) -> Any:
         with self.calls.open("a") as calls:
             calls.write("x")
+        if self.error is not None:
+            raise self.error
         return len(None)  # type: ignore[arg-type]
 
 
+FAULT = r"^a worker has failed with TypeError: object of type 'NoneType' has no len\(\) \(test_ray.py:\d+, the .*\)$"
+
+
 @pytest.mark.parametrize("at_once", [True, False])
-def test_faults_are_one_line_and_not_tried_again(at_once: bool, tmp_path: Path) -> None:
-    """Guards against pages of Ray's where eyas has a fault, and against a call that fails again and again."""
-    told = r"^a worker has failed with TypeError: object of type 'NoneType' has no len\(\) \(test_ray.py:\d+, the .*\)$"
-    with pytest.raises(EyasError, match=told):
-        list(worked([1], Faulty(at_once, tmp_path / "calls"), Workers(1)))
-    assert (tmp_path / "calls").read_text() == "x"
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OptionError("there is no such model"), OptionError, "no such model"),
+        (InputError("1 cannot be used"), OptionError, "1 cannot be used"),
+        (None, EyasError, FAULT),
+    ],
+    ids=["option", "input", "fault"],
+)
+def test_mistakes_and_faults_are_one_line(
+    error: Exception | None, kind: type[EyasError], message: str, at_once: bool, tmp_path: Path
+) -> None:
+    """Guards against pages of Ray's tracebacks where the user has made a mistake or eyas has a fault, and against endless
+    restarts: a fault is not tried again."""
+    with pytest.raises(kind, match=message):
+        list(worked([1], Failing(error, at_once, tmp_path / "calls"), Workers(1)))
+    assert error is not None or (tmp_path / "calls").read_text() == "x"
 
 
 class DyingMaker(Dying):
@@ -168,20 +162,14 @@ def test_other_applications_of_a_cluster_stay(
     assert started.get("num_cpus") == (None if address == "auto" else 3)
 
 
-class Unloadable:
-    """Makes no server, by a mistake of the user's."""
-
-    def __call__(self) -> Any:
-        raise OptionError("there is no such model")
-
-
-def test_a_server_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards `eyas serve --replicas` with a model that is not there against a traceback that does not say so."""
     for name, value in fleet.VARIABLES.items():
         monkeypatch.setenv(name, value)
+    make: Any = Failing(OptionError("there is no such model"), True, tmp_path / "calls")
     with (
         pytest.raises(EyasError, match=r"^there is no such model$"),
-        fleet.local_fleet(Unloadable(), Fleet(), "127.0.0.1", unused_port()),
+        fleet.local_fleet(make, Fleet(), "127.0.0.1", unused_port()),
     ):
         pass
 
@@ -273,8 +261,7 @@ def test_a_datastore_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def brief_training(data: Path) -> list[str]:
     """Two steps of two batches; the output's name and the number of processes are left out."""
-    common = ["train", "--data", str(data), "--method", "mtp", "--accumulation", "2", "--steps", "2", "--device", "cpu"]
-    return [*common, "--log-every", "1", "--eval-every", "0", "--heldout-tokens", "100", "--output"]
+    return [*training_command(data, 0, steps=2, workers=None), "--output"]
 
 
 def check_same_training(two: Path, one: Path) -> None:
@@ -361,7 +348,7 @@ def test_the_same_lines_as_in_one_process(command: str, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class DyingLoop(train._Loop):
-    """A training whose second process is killed before its fourth step, once."""
+    """A training whose second process is killed, or told to end, before its fourth step, once."""
 
     number = signal.SIGKILL
 
@@ -387,8 +374,6 @@ class DyingLoop(train._Loop):
 
 @dataclass(frozen=True)
 class ToldLoop(DyingLoop):
-    """A training whose second process is told to end before its fourth step, once."""
-
     number = signal.SIGTERM
 
 
@@ -396,41 +381,30 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder / "log.jsonl") if "loss" in line]
 
 
-def training_command(data: Path, save_every: int) -> list[str]:
-    """Five steps by two processes."""
-    options = {"method": "mtp", "accumulation": 2, "steps": 5, "device": "cpu", "log-every": 1, "eval-every": 0,
-               "save-every": save_every, "heldout-tokens": 100, "workers": 2}  # fmt: skip
-    return [
-        "train",
-        "--data",
-        str(data),
-        *(str(part) for name, value in options.items() for part in (f"--{name}", value)),
-    ]
+def training_command(data: Path, save_every: int, steps: int = 5, workers: int | None = 2) -> list[str]:
+    """So many steps, by default by two processes."""
+    options = {"data": data, "method": "mtp", "accumulation": 2, "steps": steps, "device": "cpu", "log-every": 1, "eval-every": 0,
+               "save-every": save_every, "heldout-tokens": 100, **({"workers": workers} if workers else {})}  # fmt: skip
+    return ["train", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
 
 
 @EMBEDDED
-def test_a_worker_that_is_told_to_end_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against steps that are lost when a machine is taken away with notice: no state is saved before SIGTERM,
-    and no step is done twice. The losses are those of an undisturbed run."""
-    command = training_command(written_chats(tmp_path / "chats.jsonl", 24), save_every=0)
+@pytest.mark.parametrize(
+    ("loop", "save_every", "more"), [(ToldLoop, 0, ()), (DyingLoop, 2, ("--min-workers", "1"))], ids=["told", "killed"]
+)
+def test_a_lost_worker_leaves_the_loss_curve(
+    loop: type[DyingLoop], save_every: int, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards that no step is left out or done twice: the losses are those of an undisturbed run, up to the rounding of
+    sums (one process may go on alone). A machine that is taken away with notice saves before SIGTERM, and loses no step; a
+    process that is killed goes on from the saved state, of step 2."""
+    command = training_command(written_chats(tmp_path / "chats.jsonl", 24), save_every)
     assert run([*command, "--output", str(tmp_path / "whole")]) == 0
-    monkeypatch.setattr(train, "_Loop", ToldLoop)
-    assert run([*command, "--output", str(tmp_path / "told")]) == 0
+    monkeypatch.setattr(train, "_Loop", loop)
+    assert run([*command, "--output", str(tmp_path / "disturbed"), *more]) == 0
     assert (tmp_path / "killed").exists()
-    assert (tmp_path / "told.steps").read_text().split() == ["0", "1", "2", "3", "4"]
-    assert losses(tmp_path / "told") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
-
-
-@EMBEDDED
-def test_a_lost_worker_leaves_the_loss_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards that no step is left out or done twice after a process is lost: the log has each step once, with the
-    losses of an undisturbed run up to the rounding of sums (one process may go on alone). The process is killed when
-    the saved state is of step 2."""
-    command = training_command(written_chats(tmp_path / "chats.jsonl", 24), save_every=2)
-    assert run([*command, "--output", str(tmp_path / "whole")]) == 0
-    monkeypatch.setattr(train, "_Loop", DyingLoop)
-    assert run([*command, "--output", str(tmp_path / "disturbed"), "--min-workers", "1"]) == 0
-    assert (tmp_path / "killed").exists()
+    if loop is ToldLoop:
+        assert (tmp_path / "disturbed.steps").read_text().split() == ["0", "1", "2", "3", "4"]
     assert losses(tmp_path / "disturbed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     assert len(losses(tmp_path / "whole")) == 5
     assert not (tmp_path / "disturbed" / ".ray").exists()
@@ -450,11 +424,9 @@ def test_ctrl_c_saves_the_state(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         told = finish(process)[1]
     assert process.returncode == 130, told
-    last = told.splitlines()[-1]
-    found = re.fullmatch(
-        rf"eyas: interrupted: step (\d+) of 100000 is saved in {re.escape(str(head))}; the same command goes on from there",
-        last,
-    )
+    place = re.escape(str(head))
+    said = rf"eyas: interrupted: step (\d+) of 100000 is saved in {place}; the same command goes on from there"
+    found = re.fullmatch(said, told.splitlines()[-1])
     assert found, told
     assert next(folder.name for folder in head.glob("state-*")).startswith(f"state-{found[1]}-")
     assert len(losses(head)) == int(found[1])
@@ -462,47 +434,33 @@ def test_ctrl_c_saves_the_state(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Mistaken:
-    """A loop that one process ends with a mistake of the user's, while the other one waits for it."""
+    """A loop that one process ends with a mistake of the user's or a fault of ours, while the other one waits for it."""
 
     rank: int
+    fault: bool = False
+    calls: Path = Path(os.devnull)
 
     def __call__(self, stop: Callable[[], bool]) -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == self.rank:
-            self.fail()
+            with self.calls.open("a") as calls:
+                calls.write("x")
+            if self.fault:
+                len(None)  # type: ignore[arg-type]
+            raise InputError(f"process {self.rank} has no such file")
         dist.barrier()
 
-    def fail(self) -> None:
-        raise InputError(f"process {self.rank} has no such file")
 
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_mistake_of_one_process_ends_all(rank: int, tmp_path: Path) -> None:
-    """Guards against processes that wait for half an hour for one that has told its mistake, and against a mistake that
-    only the first process may tell."""
-    with pytest.raises(EyasError, match=f"process {rank} has no such file"):
-        train_with(Mistaken(rank), Workers(2), tmp_path / "head", patience=1)
-    assert not (tmp_path / "head" / ".ray").exists()
-
-
-@dataclass(frozen=True)
-class Broken(Mistaken):
-    """A loop that one process ends with a fault of ours; counts how often."""
-
-    calls: Path = Path()
-
-    def fail(self) -> None:
-        with self.calls.open("a") as calls:
-            calls.write("x")
-        len(None)  # type: ignore[arg-type]
-
-
-def test_a_fault_ends_a_training_at_once(tmp_path: Path) -> None:
-    """Guards against a training with a fault of ours that Ray begins a hundred times."""
-    with pytest.raises(EyasError, match="a worker has failed with TypeError: object of type 'NoneType' has no len"):
-        train_with(Broken(1, tmp_path / "calls"), Workers(2), tmp_path / "head", patience=1)
-    assert (tmp_path / "calls").read_text() == "x"
+@pytest.mark.parametrize(("rank", "fault"), [(0, False), (1, False), (1, True)])
+def test_a_mistake_of_one_process_ends_all(rank: int, fault: bool, tmp_path: Path) -> None:
+    """Guards against processes that wait for half an hour for one that has told its mistake, against a mistake that
+    only the first process may tell, and against a training with a fault of ours that Ray begins a hundred times."""
+    words = "a worker has failed with TypeError: object of type 'NoneType' has no len"
+    with pytest.raises(EyasError, match=words if fault else f"process {rank} has no such file"):
+        train_with(Mistaken(rank, fault, tmp_path / "calls"), Workers(2), tmp_path / "head", patience=1)
+    assert not fault or (tmp_path / "calls").read_text() == "x"
+    assert fault or not (tmp_path / "head" / ".ray").exists()
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:
@@ -514,19 +472,12 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
 def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Guards against a training that ends when a process is lost, as those that are left cannot share its batches."""
     (tmp_path / "chats.jsonl").write_text("")
-    command = [
-        "train",
-        "--data",
-        str(tmp_path / "chats.jsonl"),
-        "--output",
-        str(tmp_path / "head"),
-        "--accumulation",
-        "4",
-    ]
-    assert run([*command, "--workers", "4", "--min-workers", "2"]) == 2
+    files = ["--data", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "head")]
+    command = ["train", *files, "--accumulation", "4", "--min-workers", "2"]
+    assert run([*command, "--workers", "4"]) == 2
     assert "3 processes do not divide the 4 batches of a step" in capsys.readouterr().err
-    assert run([*command, "--workers", "1", "--min-workers", "2"]) == 2
-    assert run([*command, "--min-workers", "2"]) == 2
+    assert run([*command, "--workers", "1"]) == 2
+    assert run(command) == 2
 
 
 @EMBEDDED

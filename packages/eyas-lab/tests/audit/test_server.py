@@ -87,13 +87,8 @@ def test_ids_of_each_kind_of_server(server: Server, choice: dict[str, Any], plac
     assert (deployment.ids_from, answer.ids, answer.logprobs) == (place, tuple(IDS), tuple(LOGPROBS))
     assert deployment.name == f"m at {server.url}"
     last = server.bodies[-1]
-    assert (last["prompt"], last["max_tokens"], last["seed"], last["min_p"], last["key"]) == (
-        [1, 2],
-        3,
-        4,
-        0,
-        "Bearer k",
-    )
+    sent = {"prompt": [1, 2], "max_tokens": 3, "seed": 4, "min_p": 0, "key": "Bearer k"}
+    assert sent.items() <= last.items()
     assert "top_k" not in last  # 0 has another meaning elsewhere
 
 
@@ -127,13 +122,9 @@ def test_a_server_that_has_drafted_nothing_is_known(server: Server) -> None:
     assert deployment.draft_tokens() == 0
     server.metrics = b'%s{engine="0"} 3.0\n%s{engine="1"} 4.0\n' % (name, name)
     assert deployment.draft_tokens() == 7
-    greedy = dict.fromkeys(
-        ("prompts", "equals_itself", "plain_equals_itself", "equals_plain", "together_equals_alone", "tokens"), 1
-    )
-    lines = greedy_lines(
-        {**greedy, "together_at_once": True, "flips": [], "errors": [], "tokens_per_cycle": None, "logprobs": None,
-         "draft_tokens": 0}
-    )  # fmt: skip
+    equal = ("prompts", "equals_itself", "plain_equals_itself", "equals_plain", "together_equals_alone", "tokens")
+    none = {"flips": [], "errors": [], "tokens_per_cycle": None, "logprobs": None, "draft_tokens": 0}
+    lines = greedy_lines({**dict.fromkeys(equal, 1), "together_at_once": True, **none})
     assert lines[-1] == "The server has drafted 0 tokens since it started: this says nothing about drafts."
 
 
@@ -177,15 +168,15 @@ def test_errors_are_one_line(server: Server, answer: Any, words: str) -> None:
         server.deployment().generate([1], **GREEDY)
 
 
-def test_no_server() -> None:
-    """Guards against tracebacks where there is none, and against URLs of another kind."""
-    with pytest.raises(InputError, match="does not answer"):
-        ServerDeployment("http://127.0.0.1:9/v1", lambda text: [])
-    with pytest.raises(InputError, match="write it as http"):
-        ServerDeployment("file:///etc", lambda text: [])
-
-
-def test_a_url_that_is_not_the_base(server: Server) -> None:
-    """Guards against a URL without /v1: the message says what is missing."""
-    with pytest.raises(InputError, match="does not answer in JSON"):
-        ServerDeployment(server.url.removesuffix("/v1"), lambda text: [])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9/v1", "does not answer"),
+        ("file:///etc", "write it as http"),
+        ("", "does not answer in JSON"),
+    ],
+)
+def test_urls_that_are_not_a_base(server: Server, url: str, words: str) -> None:
+    """Guards against tracebacks where there is no server, against URLs of another kind, and against one without /v1."""
+    with pytest.raises(InputError, match=words):
+        ServerDeployment(url or server.url.removesuffix("/v1"), lambda text: [])

@@ -43,7 +43,7 @@ def spec_bench(path: Path, each: int = 8) -> Path:
         {
             "question_id": 100 * c + k,
             "category": category,
-            "turns": [f"{category} {k}", "And why?"][: 2 if category in MT_BENCH else 1],
+            "turns": [f"{category} {k}", "And why?"][: 1 + (category in MT_BENCH)],
         }
         for c, category in enumerate((*MT_BENCH, *OTHERS))
         for k in range(each // 8 if category in MT_BENCH else each)
@@ -55,31 +55,23 @@ def test_speed_bench_is_read_as_its_authors_prepare_it(tmp_path: Path) -> None:
     """Bug: the turns of its messages are asked at once; a text that was never fetched is asked; the kinds of the
     qualitative part, or the lengths and kinds of the others, are one task."""
     missing = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-    user = [{"role": "user", "content": "Write a loop."}, {"role": "user", "content": "And now in C."}]
-    coding = {"question_id": "a1", "category": "coding", "messages": user, "multiturn": True}
+    turns = ("Write a loop.", "And now in C.")
+    messages = [{"role": "user", "content": text} for text in turns]
     write(
         tmp_path / "qualitative.jsonl",
-        coding,
+        {"question_id": "a1", "category": "coding", "messages": messages, "multiturn": True},
         {"question_id": "a2", "category": "rag", "turns": ["Read this: ..."]},
         {"question_id": "a3", "category": "math", "turns": [f"{missing}\n\n{{question}}"]},
     )
-    write(
-        tmp_path / "throughput_8k.jsonl",
-        *(
-            {"question_id": f"b{n}", "category": kind, "turns": ["x " * 9]}
-            for n, kind in enumerate(("mixed", "low_entropy"))
-        ),
+    kinds = ("mixed", "low_entropy")
+    long = write(
+        tmp_path / "throughput_8k.jsonl", *({"question_id": k, "category": k, "turns": ["x " * 9]} for k in kinds)
     )
     with pytest.warns(UserWarning, match=r":3: its text is not in the file: fetch it with SPEED-Bench's prepare.py"):
         prompts = load(f"speed_bench:{tmp_path}")
-    turns = ("Write a loop.", "And now in C.")
     assert prompts[0] == Prompt("speed_bench/coding/a1", "speed_bench/coding", turns, max_new_tokens=1024)
     assert [prompt.task for prompt in prompts] == ["speed_bench/coding", "speed_bench/rag"]
-    long = load(f"speed_bench:{tmp_path / 'throughput_8k.jsonl'}")
-    assert [prompt.task for prompt in long] == [
-        "speed_bench/throughput_8k_mixed",
-        "speed_bench/throughput_8k_low_entropy",
-    ]
+    assert [p.task for p in load(f"speed_bench:{long}")] == [f"speed_bench/throughput_8k_{kind}" for kind in kinds]
     with pytest.warns(UserWarning, match="its text is not in the file"):
         assert [prompt.id for prompt in load(f"speed_bench/rag:{tmp_path}")] == ["speed_bench/rag/a2"]
 
@@ -88,40 +80,25 @@ def test_speed_bench_is_read_as_its_authors_prepare_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
+    ("record", "name", "turns"),
     [
-        (
-            {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
-            Prompt("gsm8k/81", "gsm8k", ("a", "b"), max_new_tokens=512),
-        ),
-        ({"prompt": ["a", "b"], "prompt_id": 5}, Prompt("gsm8k/5", "gsm8k", ("a", "b"), max_new_tokens=512)),
-        ({"question": "How many?", "answer": "#### 4"}, Prompt("gsm8k/1", "gsm8k", ("How many?",), max_new_tokens=512)),
-        (
-            {"question_text": "who sang it", "annotations": []},
-            Prompt("gsm8k/1", "gsm8k", ("who sang it",), max_new_tokens=512),
-        ),
-        (
-            {"task_id": "HumanEval/7", "prompt": "def f():\n", "canonical_solution": "    pass"},
-            Prompt("gsm8k/7", "gsm8k", ("def f():\n",), max_new_tokens=512, raw=True),
-        ),
-        (
-            {"instruction": "Sort.", "input": "b a", "output": "a b"},
-            Prompt("gsm8k/1", "gsm8k", ("Sort.\n\nb a",), max_new_tokens=512),
-        ),
-        (
-            {"instruction": "Sing.", "input": "", "output": "la"},
-            Prompt("gsm8k/1", "gsm8k", ("Sing.",), max_new_tokens=512),
-        ),
-        (
-            {"article": "It rained.", "id": "x9"},
-            Prompt("gsm8k/x9", "gsm8k", ("Summarize: It rained.",), max_new_tokens=512),
-        ),
+        ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, "81", ("a", "b")),
+        ({"prompt": ["a", "b"], "prompt_id": 5}, "5", ("a", "b")),
+        ({"question": "How many?", "answer": "#### 4"}, "1", ("How many?",)),
+        ({"question_text": "who sang it", "annotations": []}, "1", ("who sang it",)),
+        ({"task_id": "HumanEval/7", "prompt": "def f():\n", "canonical_solution": "    pass"}, "7", ("def f():\n",)),
+        ({"instruction": "Sort.", "input": "b a", "output": "a b"}, "1", ("Sort.\n\nb a",)),
+        ({"instruction": "Sing.", "input": "", "output": "la"}, "1", ("Sing.",)),
+        ({"article": "It rained.", "id": "x9"}, "x9", ("Summarize: It rained.",)),
     ],
     ids=["turns", "prompts", "question", "question_text", "humaneval", "alpaca", "alpaca without input", "cnn_dm"],
 )
-def test_a_format_is_seen_by_its_keys(tmp_path: Path, record: dict[str, Any], expected: Prompt) -> None:
+def test_a_format_is_seen_by_its_keys(
+    tmp_path: Path, record: dict[str, Any], name: str, turns: tuple[str, ...]
+) -> None:
     """Bug: the name of a task decides how a line is read, and gsm8k in EAGLE's form is refused; or
     HumanEval goes through a template."""
+    expected = Prompt(f"gsm8k/{name}", "gsm8k", turns, max_new_tokens=512, raw="task_id" in record)
     assert load(f"gsm8k:{write(tmp_path / 'x.jsonl', record)}") == [expected]
 
 
@@ -136,21 +113,12 @@ def test_an_array_and_a_packed_file_are_read_like_lines(tmp_path: Path) -> None:
 def test_chat_data_is_asked_up_to_its_longest_reply(tmp_path: Path) -> None:
     """Bug: the reply that the model is to write stands in its prompt; or a chat that ends with a
     question loses that question."""
-    said = [
-        ("user", "Hi"),
-        ("assistant", "Hello!"),
-        ("user", "A story?"),
-        ("assistant", "Once upon a time."),
-        ("user", "Bye"),
-        ("assistant", "Bye!"),
-    ]
-    chat = [{"role": role, "content": text} for role, text in said]
-    old = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}, {"from": "human", "value": "Bye"}]
+    said = ["Hi", "Hello!", "A story?", "Once upon a time.", "Bye", "Bye!"]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    old = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(said[:3])]
     first, second = load(f"chats:{write(tmp_path / 'x.jsonl', {'messages': chat}, {'conversations': old})}")
     assert first.turns == second.turns == ()
-    assert first.messages == tuple(chat[:3])
-    assert [m["content"] for m in second.messages or ()] == ["Hi", "Hello!", "Bye"]
-    assert (second.messages or ())[1]["role"] == "assistant"
+    assert first.messages == second.messages == tuple(chat[:3])
 
 
 def test_spec_bench_has_six_tasks_and_mt_bench_is_one_of_them(tmp_path: Path) -> None:
@@ -172,10 +140,8 @@ def test_a_folder_is_its_question_file_or_those_of_its_folders(tmp_path: Path) -
     for name in ("sum", "qa"):
         write(tmp_path / "eagle" / name / "question.jsonl", {"question_id": 1, "category": "x", "turns": [name]})
         write(tmp_path / "eagle" / name / "answers.jsonl", {"question_id": 1, "turns": ["an answer"]})
-    assert [(p.task, p.id, p.turns[0]) for p in load(f"eagle:{tmp_path / 'eagle'}")] == [
-        ("eagle/qa", "eagle/qa/1", "qa"),
-        ("eagle/sum", "eagle/sum/1", "sum"),
-    ]
+    prompts = load(f"eagle:{tmp_path / 'eagle'}")
+    assert [(p.task, p.id, p.turns[0]) for p in prompts] == [(f"eagle/{n}", f"eagle/{n}/1", n) for n in ("qa", "sum")]
     assert [p.task for p in load(f"eagle:{tmp_path / 'eagle' / 'qa'}")] == ["eagle/qa"]
     for name in ("one", "two"):
         write(tmp_path / "both" / f"{name}.jsonl", {"question": "x"})
@@ -189,11 +155,10 @@ def test_a_folder_is_its_question_file_or_those_of_its_folders(tmp_path: Path) -
 def test_passages_have_their_length_and_come_from_every_book(tmp_path: Path) -> None:
     """Bug: a length counts the request's own words, passages overlap, one book fills them all, or a
     book that is too short ends the run."""
-    for name, words in (("a", 9000), ("b", 4000), ("short", 60)):
-        text = "\r\n\r\n".join(
-            " ".join(f"{name}{i}" for i in range(k, min(k + 37, words))) for k in range(0, words, 37)
-        )
-        (tmp_path / f"{name}.txt").write_bytes(text.encode())
+    for name, count in (("a", 9000), ("b", 4000), ("short", 60)):
+        words = [f"{name}{i}" for i in range(count)]
+        paragraphs = [" ".join(words[k : k + 37]) for k in range(0, count, 37)]
+        (tmp_path / f"{name}.txt").write_bytes("\r\n\r\n".join(paragraphs).encode())
     with pytest.warns(UserWarning, match="short has 60 words, fewer than 400"):
         prompts = load(f"long:{tmp_path}@50+400", seed=3)
     assert Counter(p.task for p in prompts) == {"long/50": 8, "long/400": 8}
@@ -231,15 +196,12 @@ def test_a_limit_takes_of_every_part_in_proportion(tmp_path: Path, seed: int) ->
     path = spec_bench(tmp_path / "question.jsonl", each=16)
     whole, some = load(f"spec_bench:{path}"), load(f"spec_bench:{path}", limit=24, seed=seed)
     assert Counter(p.task for p in some) == {f"spec_bench/{task}": 4 for task in ("mt_bench", *OTHERS)}
-    assert len({p.turns[0].split()[0] for p in some if p.task == "spec_bench/mt_bench"}) == 4, (
-        "four of the eight categories"
-    )
+    categories = {p.turns[0].split()[0] for p in some if p.task == "spec_bench/mt_bench"}
+    assert len(categories) == 4, "four of the eight categories"
     assert some == [p for p in whole if p in some], "in the order of the file"
     assert some == load(f"spec_bench:{path}", limit=24, seed=seed)
-    uneven = write(
-        tmp_path / "uneven.jsonl",
-        *({"turns": ["x"], "category": "ab"[i % 10 == 0], "question_id": i} for i in range(100)),
-    )
+    lines = ({"turns": ["x"], "category": "ab"[i % 10 == 0], "question_id": i} for i in range(100))
+    uneven = write(tmp_path / "uneven.jsonl", *lines)
     taken = Counter(int(p.id.partition("/")[2]) % 10 == 0 for p in load(f"nq:{uneven}", limit=20, seed=seed))
     assert taken == {True: 2, False: 18}
 
@@ -260,16 +222,8 @@ def test_limits_at_their_ends(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     """Bug: one broken line ends the bench, or is left out without a word, or is said without its number."""
-    lines = (
-        '{"turns": ["a"]}',
-        "{",
-        '{"turn": ["b"]}',
-        '{"turns": [""]}',
-        "[1]",
-        '{"turns": "c"}',
-        '{"turns": ["\\ud800"]}',
-        '{"turns": ["d"]}',
-    )
+    lines = ('{"turns": ["a"]}', "{", '{"turn": ["b"]}', '{"turns": [""]}', "[1]", '{"turns": "c"}', '{"turns": ["\\ud800"]}',
+             '{"turns": ["d"]}')  # fmt: skip
     path = write(tmp_path / "x.jsonl", *lines)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -397,7 +351,8 @@ def test_own_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 def test_the_bundled_prompts_are_four_of_each_of_six_kinds() -> None:
-    """Bug: a kind is missing, an id stands twice, or the file is not in the package."""
+    """Bug: a kind is missing, an id stands twice, or the file is not in the package; or all prompts are one line, and a
+    method that copies from its prompt is never seen at work. Every other task has a path or a dataset."""
     prompts = load("bundled")
     kinds = ("chat", "summarising", "rewriting", "qa", "maths", "retrieval")
     assert Counter(p.task for p in prompts) == {f"bundled/{kind}": 4 for kind in kinds}
@@ -407,19 +362,11 @@ def test_the_bundled_prompts_are_four_of_each_of_six_kinds() -> None:
     assert any(fnmatch(BUNDLED.relative_to(LAB / "src" / "eyas_lab").as_posix(), pattern) for pattern in packed)
     assert Counter(p.task for p in load("bundled", limit=6)) == {f"bundled/{kind}": 1 for kind in kinds}
     assert [p.task for p in load("bundled/maths")] == ["bundled/maths"] * 4
-
-
-def test_bundled_prompts_are_of_varied_length() -> None:
-    """Bug: all prompts are one line, and a method that copies from its prompt is never seen at work."""
     tokenizer = tiny.tokenizer()
-    lengths = {p.id: len(tokenizer(" ".join(p.turns))["input_ids"]) for p in load("bundled")}
-    assert min(lengths.values()) < 20
-    assert sum(100 <= length <= 300 for length in lengths.values()) >= 6
-    assert max(lengths.values()) <= 400
-
-
-def test_every_task_has_a_source() -> None:
-    """Bug: a name is listed that cannot be loaded: each has a path or a dataset, bundled has neither."""
+    lengths = [len(tokenizer(" ".join(p.turns))["input_ids"]) for p in prompts]
+    assert min(lengths) < 20
+    assert sum(100 <= length <= 300 for length in lengths) >= 6
+    assert max(lengths) <= 400
     assert [name for name, task in TASKS.items() if not task.file and not task.hub] == ["bundled"]
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import processes
 import zoo
 from eyas_lab.bench.contestants import Drafting, Question
 from eyas_lab.bench.entries import HEADS
@@ -53,54 +48,51 @@ def summary_of(result: Any) -> dict[str, Any]:
     return json.loads(result.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 
 
+def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of all tasks, by method."""
+    return {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+
+
 def test_the_object_that_other_programs_read(run: Run, bench: tuple[object, ...], world: Path) -> None:
     """Guards the stable part of --json (DESIGN, section 5), and that plain decoding and
     transformers always take part."""
-    found = summary_of(
-        run(*bench, "--methods", "eagle2,suffix", "--draft", world / "head", "--tree.nodes", 6, "--json")
-    )
-    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+    given = ("--methods", "eagle2,suffix", "--draft", world / "head", "--tree.nodes", 6)
+    found = summary_of(run(*bench, *given, "--json"))
+    rows = rows_of(found)
     assert list(rows) == ["vanilla", "transformers", "transformers_prompt_lookup", "eagle2", "suffix"]
     stable = {"method", "task", "temperature", "prompts", "tokens", "tokens_per_second", "speedup", "speedup_low", "speedup_high",
               "speedup_vs_transformers", "tau", "c", "equal"}  # fmt: skip
-    assert all(stable <= row.keys() for row in rows.values())
-    assert all(
-        row["equal"] and row["prompts"] == 3 and row["tokens"] == rows["vanilla"]["tokens"] for row in rows.values()
-    )
+    for row in rows.values():
+        assert stable <= row.keys()
+        assert (row["equal"], row["prompts"], row["tokens"]) == (True, 3, rows["vanilla"]["tokens"])
     assert found["machine"]["cpu"]
-    assert found["settings"]["methods"]["eagle2"]["tree"]["nodes"] == 6
-    assert found["settings"]["methods"]["eagle2"]["head"] == str(world / "head")
+    head = found["settings"]["methods"]["eagle2"]
+    assert (head["tree"]["nodes"], head["head"]) == (6, str(world / "head"))
 
 
 def test_a_small_model_assists_transformers_too(run: Run, bench: tuple[object, ...], small: Path) -> None:
     """Bug: the row of transformers' assisted generation never appears, because nobody knows where
     the small model is."""
-    found = summary_of(run(*bench, "--methods", "small_model", "--draft", f"small_model={small}", "--json"))
-    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
-    assert list(rows) == [
-        "vanilla",
-        "transformers",
-        "transformers_prompt_lookup",
-        "transformers_assisted",
-        "small_model",
-    ]
+    rows = rows_of(summary_of(run(*bench, "--methods", "small_model", "--draft", f"small_model={small}", "--json")))
+    assert list(rows)[2:] == ["transformers_prompt_lookup", "transformers_assisted", "small_model"]
     assert rows["transformers_assisted"]["equal"]
     assert rows["transformers_assisted"]["tau"] > 1.5
     assert rows["small_model"]["tau"] > 3, "a perfect draft model: chains of five"
+
+
+def left_out(result: Any, method: str, words: str) -> bool:
+    """Whether a line says that a method is left out, and why."""
+    lines = result.stderr.splitlines()
+    return any(line.startswith(f"eyas: {method} is left out: ") and words in line for line in lines)
 
 
 def test_all_names_who_cannot_run_and_why(run: Run, bench: tuple[object, ...], world: Path) -> None:
     """Bug: a method without its head ends `--methods all`, or is left out without a word."""
     result = run(*bench, "--methods", "all", "--draft", world / "head", "--limit", 1)
     assert result.exit_code == 0, (result.output, result.exception)
-    for name, words in (
-        ("medusa", "eyas train --method medusa --target"),
-        ("hydra", "--draft hydra=HEAD"),
-        ("rest", "eyas datastore build"),
-    ):
-        assert any(
-            line.startswith(f"eyas: {name} is left out: ") and words in line for line in result.stderr.splitlines()
-        ), name
+    assert left_out(result, "medusa", "eyas train --method medusa --target")
+    assert left_out(result, "hydra", "--draft hydra=HEAD")
+    assert left_out(result, "rest", "eyas datastore build")
 
 
 @pytest.mark.exhaustive
@@ -112,22 +104,10 @@ def test_small_trees_of_the_embedded_model(
     method that grows its tree, which is as large as pays there, or, where acceptance is simulated,
     as ever."""
     monkeypatch.chdir(tmp_path)
-    command = (
-        "bench",
-        "--prompts",
-        prompts,
-        "--output",
-        tmp_path / "out",
-        *QUICK,
-        "--limit",
-        1,
-        "--simulate-acceptance",
-        "0.5",
-        "--json",
-    )
+    command = ("bench", "--prompts", prompts, "--output", tmp_path / "out", *QUICK, "--limit", 1)
 
     def trees(*given: object) -> dict[str, Any]:
-        found = summary_of(run(*command, *given, "--restart"))
+        found = summary_of(run(*command, "--simulate-acceptance", "0.5", "--json", *given, "--restart"))
         assert found["settings"]["methods"]["eagle2"]["head"] == "embedded eagle1", "not where it lies on this machine"
         return {name: {k: tree.get(k) for k in ("nodes", "depth")} for name, about in found["settings"]["methods"].items()
                 if (tree := about.get("tree"))}  # fmt: skip
@@ -164,10 +144,7 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(run: Run, bench: tuple[obje
         (("--methods", "eagle3"), "eagle3 has no head here: `eyas train --method eagle3 --target"),
         (("--methods", "eagle2"), "eagle2 has no head here: `eyas train --method eagle1 --target"),
         (("--methods", "eagl2"), "did you mean eagle2"),
-        (
-            ("--methods", "suffix:nodes=3"),
-            "--methods suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?",
-        ),
+        (("--methods", "suffix:nodes=3"), "suffix:nodes=3: unknown option 'nodes'; did you mean suffix.nodes?"),
         (("--methods", "suffix:suffix.nodes=x"), "suffix.nodes: 'x' is not a value of type int"),
         (("--methods", "suffix", "--tree.nodes", 9), "none of the methods has the option --tree.nodes"),
         (("--methods", "suffix", "--draft", "nobody=/tmp"), "unknown method 'nobody'"),
@@ -198,11 +175,19 @@ def test_the_embedded_models_missing_heads_are_made_by_make(
     assert f"`make bench-heads` trains it into {HEADS}/medusa" in said
 
 
-def test_text_needs_a_tokenizer(refused: Refused, tmp_path: Path) -> None:
-    """Bug: a traceback at the first prompt. Token ids need none: the other tests of `bare` use them."""
-    assert "no prompt can be asked; the first, bundled/" in refused(
-        "bench", "--target", "bare", "--methods", "vanilla", "--output", tmp_path / "out", *QUICK
-    )
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--target", "bare", "--methods", "vanilla"), "no prompt can be asked; the first, bundled/"),
+        (("--target", "llama", "--tasks", "bundled,bundled"), "two prompts are called bundled/"),
+    ],
+)
+def test_prompts_that_cannot_be_asked(
+    refused: Refused, tmp_path: Path, arguments: tuple[object, ...], says: str
+) -> None:
+    """Bug: a traceback at the first prompt where text needs a tokenizer; two prompts of one id count as one, whose
+    answers are never whole."""
+    assert says in refused("bench", *arguments, "--output", tmp_path / "out", *QUICK)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(
@@ -215,17 +200,7 @@ def test_a_draft_of_another_vocabulary_is_refused(
     assert "vocabulary" in refused(*bench, "--methods", "small_model", *given)
     result = run(*bench, "--methods", "all", *given, "--limit", 1)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert any(
-        line.startswith("eyas: small_model is left out: ") and "vocabulary" in line
-        for line in result.stderr.splitlines()
-    )
-
-
-def test_two_sets_with_the_same_prompts_are_refused(refused: Refused, tmp_path: Path) -> None:
-    """Bug: two prompts of one id count as one, whose answers are never whole."""
-    assert "two prompts are called bundled/" in refused(
-        "bench", "--target", "llama", "--tasks", "bundled,bundled", "--output", tmp_path
-    )
+    assert left_out(result, "small_model", "vocabulary")
 
 
 def test_a_folder_in_use_and_folders_of_others_are_refused(
@@ -256,12 +231,8 @@ def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_pa
     assert "| 0 | all | suffix |" in shown.stdout
     assert "Different settings: sampling (" in shown.stdout
     found = summary_of(run("bench", "--compare", *outs, "--json"))
-    assert {row["method"] for row in found["rows"]} == {
-        "vanilla",
-        "transformers",
-        "transformers_prompt_lookup",
-        "suffix",
-    }
+    names = {"vanilla", "transformers", "transformers_prompt_lookup", "suffix"}
+    assert {row["method"] for row in found["rows"]} == names
     old = outs[1] / "summary.json"
     old.write_text(old.read_text().replace(f'"format": {FORMAT}', '"format": 1', 1))
     assert f"has format 1, this eyas reads {FORMAT}: run the bench again" in refused("bench", "--compare", *outs)
@@ -274,29 +245,16 @@ def test_simulated_acceptance_is_said_everywhere(
 ) -> None:
     """Bug: numbers of a lot pass for a method's. Methods without a head take part with random
     weights; transformers as it is."""
-    found = summary_of(
-        run(
-            *bench,
-            "--methods",
-            "eagle2,medusa",
-            "--tree.depth",
-            3,
-            "--simulate-acceptance",
-            "1",
-            "--max-new-tokens",
-            40,
-            "--json",
-        )
-    )
-    rows = {row["method"]: row for row in found["rows"] if row["task"] == "all"}
+    command = (*bench, "--methods", "eagle2,medusa", "--tree.depth", 3, "--max-new-tokens", 40, "--simulate-acceptance")
+    found = summary_of(run(*command, "1", "--json"))
+    rows = rows_of(found)
     assert list(rows) == ["vanilla", "transformers", "eagle2", "medusa"]
     assert all(row["tokens"] == 3 * 40 and row["equal"] for row in (rows["vanilla"], rows["transformers"]))
     assert rows["eagle2"]["tokens"] == 3 * 40, "an accidental end would make texts of different lengths"
     assert rows["eagle2"]["tau"] > 2
     assert rows["eagle2"]["equal"] is None, "its text is the lot's"
     assert "SIMULATED" in found["title"]
-    assert "holds another bench (simulated differ)" in refused(*bench, "--methods", "eagle2,medusa", "--tree.depth", 3,
-                                                               "--simulate-acceptance", "0.5", "--max-new-tokens", 40)  # fmt: skip
+    assert "holds another bench (simulated differ)" in refused(*command, "0.5")
     assert "SIMULATED" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -307,12 +265,8 @@ def test_a_text_of_ours_that_differs_fails_the_run(
     true = Drafting.answer
 
     def lie(self: Drafting, question: Question, *watch: Any) -> Answer:
-        said = true(self, question, *watch)
-        return (
-            said
-            if self.name == "vanilla" or question.prompt != "mine/2"
-            else said.replace(token_ids=(*said.token_ids[:-1], 7))
-        )
+        said, lies = true(self, question, *watch), self.name != "vanilla" and question.prompt == "mine/2"
+        return said.replace(token_ids=(*said.token_ids[:-1], 7)) if lies else said
 
     monkeypatch.setattr(Drafting, "answer", lie)
     result = run(*bench, "--methods", "suffix")
@@ -334,44 +288,8 @@ def test_a_method_that_fails_takes_no_other_one_down(
 
     monkeypatch.setattr(Drafting, "answer", fail)
     result = run(*bench, "--methods", "suffix,prompt_lookup", "--json")
-    assert result.exit_code == 0, result.stderr
+    rows = rows_of(summary_of(result))
     assert "eyas: error: suffix failed and is in no figure: AttributeError: broken" in result.stderr
-    rows = {row["method"]: row for row in summary_of(result)["rows"] if row["task"] == "all"}
     assert (rows["suffix"]["error"], rows["prompt_lookup"]["error"]) == ("AttributeError: broken", None)
     assert rows["prompt_lookup"]["tau"] >= 1
     assert run(*bench, "--methods", "suffix", "--restart").exit_code == 1
-
-
-# --- interruptions -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-def test_kill_9_loses_one_prompt_at_most(
-    run: Run, bench: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
-) -> None:
-    """Bug: a kill costs more than the prompt that was asked, or the next run mixes a half one in.
-    The kill comes at once after the second prompt was written: a false alarm needs a machine that
-    asks six prompts of 3 x 40 tokens before this process is woken."""
-    count = 8
-    prompts.write_text("".join(json.dumps({"prompt_ids": list(range(5 + i, 12 + i))}) + "\n" for i in range(count)))
-    command = [*bench, "--methods", "vanilla", "--max-new-tokens", 40]
-    arguments = [str(world / "llama") if a == "llama" else str(a) for a in command]
-    answers = tmp_path / "out" / "answers.jsonl"
-    with processes.started(
-        [sys.executable, "-m", "eyas", *arguments], True, stderr=subprocess.PIPE, env=processes.environment()
-    ) as process:
-        processes.wait_until(lambda: answers.exists() and answers.read_bytes().count(b"\n") >= 6, process)
-        process.send_signal(signal.SIGKILL)
-    there = answers.read_text()
-    whole = [json.loads(line)["prompt"] for line in there.splitlines(keepends=True) if line.endswith("\n")]
-    assert 2 <= len(set(whole)) < count
-    done = {prompt for prompt, count in Counter(whole).items() if count == 3}
-    assert len(set(whole) - done) <= 1, "at most the last prompt is not whole"
-    again = run(*command)
-    assert again.exit_code == 0, (again.output, again.exception)
-    lines = answers.read_text().splitlines()
-    assert lines[: 3 * len(done)] == there.splitlines()[: 3 * len(done)], "what was whole is kept to the byte"
-    names = ("vanilla", "transformers", "transformers_prompt_lookup")
-    assert [(a["prompt"], a["method"]) for a in map(json.loads, lines)] == [
-        (f"mine/{i + 1}", m) for i in range(count) for m in names
-    ]

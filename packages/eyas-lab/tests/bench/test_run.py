@@ -31,7 +31,6 @@ from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
 from eyas_lab.bench.summary import summarise, write
 from eyas_lab.bench.tasks import Prompt
-from eyas_lab.folders import locked_folder
 from eyas_lab.metrics import acceptance_by_depth
 
 pytestmark = pytest.mark.slow

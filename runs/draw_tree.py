@@ -119,8 +119,10 @@ def first_cycle(llm: eyas.LLM, prompt: str) -> Step:
     """The first cycle of an answer, after the prompt's pass."""
     decoder = Decoder(llm.target, llm.drafter)
     decoder.add(llm.request(prompt)[0])
-    decoder.step()
-    return decoder.step()[0]
+    steps = list[Step]()
+    while len(steps) < 2:
+        steps += decoder.step()
+    return steps[1]
 
 
 def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None:

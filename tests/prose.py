@@ -27,6 +27,7 @@ PATTERNS = {
     "beside_behind": r"\b(beside|behind)\b",
     "before_today": r"\b(as|than|of|was) before\b|\bbefore[.;)]|\btoday\b|\bno longer\b",
 }
+SMALL_NAMES = r"(?:eyas|llama|torch|transformers|vLLM|z-lab)\b"  # that may begin a sentence
 KINDS = ("long", "semicolons", *PATTERNS)
 STRICT = (
     "README.md", "docs/start/*.md", "docs/guide/*.md", "docs/reference/environment.md",
@@ -45,7 +46,7 @@ def sentences(text: str) -> Iterator[str]:
     text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", "`code`", text)
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*#|]|\d+\.) ?)|\|", text):
         whole = " ".join(part.split()).strip("#-*| ")
-        yield from (s for s in re.split(r"(?<=[.?!])[)*\"]* +(?=[A-Z`*(\"]|eyas )", whole) if re.search(r"[a-z]", s))
+        yield from (s for s in re.split(rf"(?<=[.?!])[)*\"]* +(?=[A-Z`*(\"]|{SMALL_NAMES})", whole) if re.search(r"[a-z]", s))
 
 
 def help_texts(file: Path) -> str:

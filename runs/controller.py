@@ -7,7 +7,7 @@ over plain decoding.
 Each scenario is a machine (costs of a pass and a draft), a text and a head; tests/simulated.py says
 what is made up. The best that stays the same is the fastest of 46 fixed trees, the fallback alone,
 and plain decoding, chosen afterwards. Where a text changes midway, the controller can be faster
-than that. docs/design/controller.md has the table of --remembered. Needs no model and no quiet machine.
+than that. docs/design/controller.md shows the table. Needs no model and no quiet machine.
 
 --remembered: the first 100 cycles of a process over plain decoding, of one that knows nothing and of one that
 begins with what 800 cycles of another process taught.

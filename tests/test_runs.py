@@ -223,7 +223,7 @@ def test_expected_times_are_those_of_the_page(command: Any) -> None:
 
 
 def test_predictions_are_those_of_the_record(command: Any) -> None:
-    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/lab/predict.md keeps its old figures."""
+    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/guide/predict.md keeps its old figures."""
     check = command("predict_check")
     record = json.loads((RUNS.parent / "docs" / "results" / "predict.json").read_text(encoding="utf-8"))
     assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), (

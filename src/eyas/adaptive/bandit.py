@@ -22,7 +22,7 @@ tokens; each failure in a row doubles that, BACKOFF times at most. So trials of 
 than MAX_TRIAL_SHARE of all tokens, and a hopeless arm less.
 
 Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
-docs/design/controller.md describes it. This module knows no clock, no tree and no method.
+docs/design/controller.md compares this with other algorithms. This module knows no clock, no tree and no method.
 """
 
 from __future__ import annotations

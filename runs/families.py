@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import _families
@@ -126,23 +127,21 @@ def _answer(model_type: str, there: Connection, seconds: int) -> None:
 
 HEAD = """# Model families
 
-Every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers
-{transformers}: a tiny random model of each, tried on {date} with torch {torch}.
+This page has every model type of `AutoModelForCausalLM`, and the text models of multimodal types, in transformers
+{transformers}. Each was tried as a tiny random model on {date} with torch {torch}.
 
     python runs/families.py
 
 makes this page from [its record](../results/families.json).
 
-- *trees*: plain decoding gives the tokens of transformers' greedy `generate`, and so do branching
-  trees of a drafter that knows the answers (accepted paths of several nodes, rows of different
-  ages), prompt lookup, and a random EAGLE-3 head.
-- *refused*: eyas says so in one line when the model is loaded.
-- *not tried*: no tiny model could be made by shrinking the type's default configuration; such a
-  model may work.
-- kernels: eyas' C++ kernels run it; others run by their own forward.
+- *trees*: plain decoding gives the tokens of transformers' greedy `generate`. So do prompt lookup, a random EAGLE-3 head,
+  and branching trees of a drafter that knows the answers (accepted paths of several nodes, rows of different ages).
+- *refused*: eyas says so in one line when it loads the model.
+- *not tried*: shrinking the type's default configuration gave no tiny model; such a model may work.
+- *kernels*: eyas' C++ kernels run it; other types run by their own forward.
 
-Tiny random models show masks, positions, caches and states; they cannot show a real checkpoint's
-files, remote code or size.
+Tiny random models show masks, positions, caches and states. They cannot show a real checkpoint's files, remote code or
+size.
 
 """
 
@@ -168,7 +167,8 @@ def page(record: Record) -> str:
 
 def line(name: str, row: Record) -> tuple[str, ...]:
     """A row of the page."""
-    why = row.get("why", "").replace("|", "\\|").replace("<", "&lt;")
+    why = row.get("why", "").replace("|", "\\|")
+    why = f"`{shorten(why, 200, placeholder=' ...')}`" if "Error: " in why else why.replace("<", "&lt;")
     return f"`{name}`", VERDICTS[row["verdict"]], "yes" if row.get("kernels") else "", why
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 from _markdown import table
 
@@ -28,10 +29,16 @@ HEADING = re.compile(
 )
 
 
+SENTENCE_END = re.compile(r"(?<=[.?!])(?:\*\*)? (?=[A-Z`*(])")
+FIGURE = re.compile(r"\d(?:\.\d+)?(?: %| ms| s\b|x\b| times| \[| minutes| seconds| to \d| of \d|,\d{3})|\d\.\d")
+MAX_CHARACTERS = 160
+
+
 @dataclass(frozen=True)
 class Entry:
     """An entry of the log."""
 
+    heading: str
     day: str
     title: str
     commit: str
@@ -39,8 +46,20 @@ class Entry:
 
     @property
     def link(self) -> str:
-        """The entry's title, linked to the file of its day."""
-        return f"[{self.title}](log/{self.day}.md)"
+        """The entry's title, linked to its heading in the file of its day."""
+        anchor = "-".join(re.sub(r"[^\w\s-]", "", self.heading.lower()).split())
+        return f"[{self.title}](log/{self.day}.md#{anchor})"
+
+    @property
+    def number(self) -> str:
+        """The first sentence with a bold part and a figure, or with a figure, or at all; shortened."""
+        parts = re.split(
+            r"\n\s*\n|\n(?=[-|] ?)", re.sub(r"^```.*?^```$", "", self.text, flags=re.DOTALL | re.MULTILINE)
+        )
+        whole = (" ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", part).split()).lstrip("- ") for part in parts)
+        said = [s for part in whole if part and part[0] not in "|#" for s in SENTENCE_END.split(part)]
+        first = min(said, key=lambda s: 2 * (not FIGURE.search(s)) + ("**" not in s), default="")
+        return shorten(first.replace("**", "").replace("|", "\\|"), MAX_CHARACTERS, placeholder=" ...")
 
 
 def entries() -> Iterator[Entry]:
@@ -50,7 +69,13 @@ def entries() -> Iterator[Entry]:
         found = list(HEADING.finditer(text))
         ends = [match.start() for match in found[1:]] + [len(text)]
         for match, end in zip(found, ends, strict=True):
-            yield Entry(match["day"], match["title"], match["commit"] or "", text[match.end() : end])
+            yield Entry(
+                match[0].removeprefix("## "),
+                match["day"],
+                match["title"],
+                match["commit"] or "",
+                text[match.end() : end],
+            )
 
 
 def index(old: str) -> str:
@@ -58,8 +83,8 @@ def index(old: str) -> str:
     head, marker, _ = old.partition(MARKER)
     if not marker:
         sys.exit(f"{INDEX} lacks the line {MARKER}")
-    lines = [[entry.day, entry.link, entry.commit] for entry in entries()]
-    return f"{head}{MARKER}\n\n{table(['date', 'decision', 'commit'], lines)}\n"
+    lines = [[entry.day, entry.link, entry.number, entry.commit] for entry in entries()]
+    return f"{head}{MARKER}\n\n{table(['date', 'decision', 'figure', 'commit'], lines)}\n"
 
 
 def negative_results() -> str:

@@ -1,5 +1,5 @@
 """Predictions of `eyas predict` for this CPU against measurements: docs/results/predict.json, and the tables of
-docs/guide/predict.md.
+docs/lab/predict.md.
 
     python packages/eyas-lab/runs/predict_check.py --nestling models/nestling --output docs/results/predict.json
     python packages/eyas-lab/runs/predict_check.py --output docs/results/predict.json --tables      # the tables of a record, into the page
@@ -46,7 +46,7 @@ from eyas_lab.predict.heads import Acceptance
 from eyas_lab.predict.measure import measure
 from eyas_lab.predict.models import model_of
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "predict.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "lab" / "predict.md"
 BEGIN, END = "<!-- tables: python packages/eyas-lab/runs/predict_check.py --tables -->", "<!-- end of tables -->"
 TOKENS = (1, 2, 4, 8, 16, 32)
 TREES = ((4, 3, 1), (8, 4, 2), (12, 4, 4))
@@ -278,7 +278,7 @@ def main() -> None:
         new_tokens=(48, "of an answer"),
         only=("", "only models whose name holds this"),
         cpu_time=(False, "count the processor's seconds, on one thread"),
-        tables=(False, "write the record's tables into docs/guide/predict.md"),
+        tables=(False, "write the record's tables into docs/lab/predict.md"),
     )
     args = made.parse_args()
     if args.tables:

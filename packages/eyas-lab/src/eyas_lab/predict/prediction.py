@@ -20,7 +20,7 @@ __all__ = ["Pass", "Prediction", "Settings", "TreePrediction", "weights_of"]
 
 LIMIT = TreeSize(60, 8, 10)  # the largest tree, as the methods have it
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of the passes that are shown
-COST_ERROR = 0.10  # deviation of c: half of what docs/guide/predict.md found as the largest usual miss
+COST_ERROR = 0.10  # deviation of c: half of what docs/lab/predict.md found as the largest usual miss
 TAU_ERROR = 0.05  # of tau, given the acceptance (speedup.py)
 DEVIATIONS = 2.0  # of an interval's ends from its middle
 

@@ -318,16 +318,9 @@ class DormantSession(DraftSession):
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        may_wait = (
-            missed is not None
-            or self.all_off
-            or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
-        )
-        if (
-            not may_wait
-            or self.long_prompt[row]
-            or len(tokens_T) + (missed.padded_tokens if missed else 0) > MAX_STORED_TOKENS
-        ):
+        fits = len(tokens_T) + (missed.padded_tokens if missed else 0) <= MAX_STORED_TOKENS
+        waits = missed or self.all_off or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
+        if not waits or self.long_prompt[row] or not fits:
             self._replay_missed(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return

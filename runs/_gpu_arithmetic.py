@@ -94,13 +94,13 @@ def verification(sizes: Sizes, nodes: int) -> float:
 
 
 def draft(sizes: Sizes, gpus: int, levels: int, weight_bytes: int, tokens: int) -> float:
-    """The pending pairs (the first level), the other levels, and the tree's last three kernels;
+    """The pending pairs (the first level) and the other levels, whose children torch chooses without noise;
     layer and head are split like the target's."""
     D = sizes.hidden
     time = product(weight_bytes * 3 * D * D / gpus) + summed(2 * PENDING * D, gpus) + 18 * SMALL_US
     for level in range(levels):
         time += layer(sizes, gpus, BRANCH if level else PENDING, tokens, weight_bytes, 2 * D)
-        time += product(weight_bytes * sizes.draft_vocab * D / gpus) + (9 if weight_bytes == 1 else 8) * SMALL_US
+        time += product(weight_bytes * sizes.draft_vocab * D / gpus) + (44 if weight_bytes == 1 else 43) * SMALL_US
         time += gathered(8 * BRANCH * BRANCH * gpus, gpus)  # the best children of every part of the vocabulary
     return time
 

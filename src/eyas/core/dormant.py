@@ -61,7 +61,6 @@ class Decision:
 
     tree_size: TreeSize | None = None  # size of a dynamic tree; None: the drafter's options decide
     plain: frozenset[int] = frozenset()  # rows without a draft
-    predicted: frozenset[int] = frozenset()  # those of them whose tree is a confident continuation
     # name of the choice, for `Policy.observe`: an arm of its bandit, such as "base" or "draft", or
     # another name, such as "explore"
     arm: str = ""
@@ -69,6 +68,7 @@ class Decision:
     chooser: NodeChooser | None = None  # for a method that `chooses_nodes`; None: all of its nodes are verified
     # the decision about a cycle in which the chooser takes no node of the fallback's; None: all rows are plain
     otherwise: Decision | None = None
+    predicted: frozenset[int] = frozenset()  # plain rows whose tree is a confident continuation
 
     @property
     def drafts_every_row(self) -> bool:
@@ -318,16 +318,9 @@ class DormantSession(DraftSession):
 
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         missed = self.missed[row]
-        may_wait = (
-            missed is not None
-            or self.all_off
-            or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
-        )
-        if (
-            not may_wait
-            or self.long_prompt[row]
-            or len(tokens_T) + (missed.padded_tokens if missed else 0) > MAX_STORED_TOKENS
-        ):
+        fits = len(tokens_T) + (missed.padded_tokens if missed else 0) <= MAX_STORED_TOKENS
+        waits = missed or self.all_off or (self.policy is not None and self.policy.is_dormant(len(self.active_rows)))
+        if not waits or self.long_prompt[row] or not fits:
             self._replay_missed(row)
             self.session.prefill(row, tokens_T, features_TF, position)
             return

@@ -106,7 +106,7 @@ class _Net(nn.Module):
         with torch.device("meta"):  # no random numbers are drawn from torch's own generator
             self.norms = nn.ModuleList(RMSNorm(SHAPE.hidden_size, SHAPE.rms_eps) for _ in range(3))
             self.layer = DecoderLayer(SHAPE, 2 * SHAPE.hidden_size)
-        self.to_empty(device=device)
+        self.to_empty(device=device).requires_grad_(False)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, dtype=torch.float32, generator=generator))

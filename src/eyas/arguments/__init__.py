@@ -9,15 +9,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from eyas.arguments._placement import placement_of
 from eyas.core.requests import RequestFeature
 from eyas.core.sampling import Processor, Sampling
 from eyas.errors import InputError, OptionError, near
+from eyas.files import parse_json
+from eyas.targets.pretrained import DeviceMap
 
 __all__ = [
     "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_draft",
@@ -117,6 +119,7 @@ LOADED_ELSEWHERE = (
     "revision", "subfolder", "token",
 )  # fmt: skip
 
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")  # of device maps
 MODES = ("auto", "fixed")
 SHAPED = ("tree", "dynamic", "depth")  # groups of options that describe a tree
 MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the processors of transformers read them
@@ -405,3 +408,32 @@ def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:
             f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
         )
     return mode, {name: value for name, value in options.items() if name != "tree"}
+
+
+def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
+    """Return the device of the whole model, or where a device map puts its parts: one of STRATEGIES, a mapping from
+    parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
+    if isinstance(device_map, str) and device_map.endswith(".json"):
+        try:
+            device_map = parse_json(Path(device_map).read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"the device map {Path(device_map)} cannot be read: {error}") from error
+    if isinstance(device_map, Mapping) and list(device_map) == [""]:
+        device_map = device_map[""]
+    spreads = isinstance(device_map, Mapping) or device_map in STRATEGIES
+    if folder is not None and not spreads:
+        raise OptionError("offload_folder is for a device_map that puts weights on disk: give both")
+    if device_map is None:
+        return device, None
+    if device not in ("auto", None):
+        raise OptionError("device_map and device say the same: write one of them")
+    if not spreads:
+        return device_map, None
+    if not isinstance(target, str | Path):
+        own = "the embedded model needs no device_map" if target is None else "a model that you loaded is used as it is"
+        raise OptionError(f"{own}: give a device_map together with the folder or hub id of a target")
+    if isinstance(device_map, Mapping):
+        if not device_map or not all(isinstance(k, str) and isinstance(v, str | int) for k, v in device_map.items()):
+            raise OptionError(f"a device_map gives a device to each part of the model, by name: got {device_map!r}")
+        device_map = dict(device_map)
+    return "auto", DeviceMap(device_map, folder)

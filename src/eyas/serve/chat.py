@@ -20,7 +20,7 @@ from eyas.serve.logprobs import TokenTexts
 from eyas.serve.marks import Grammar, grammar_of
 from eyas.serve.reading import Reader, message_of
 from eyas.serve.records import Delta, Job, Totals
-from eyas.serve.reply import Choices, reply
+from eyas.serve.reply import Choices, Events, reply
 from eyas.serve.service import Service
 from eyas.serve.tools import Tools, tools_of, written_tools
 from eyas.text import write_chat
@@ -194,8 +194,8 @@ class ChatCompletion(Choices):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> list[JsonObject]:
-        return [_chunk_choice(i, {"role": "assistant", "content": ""}) for i in range(self.job.n)]
+    def begun(self) -> Events:
+        return [self.chunk(_chunk_choice(i, {"role": "assistant", "content": ""})) for i in range(self.job.n)]
 
     def reasoning_tokens(self) -> int:
         return sum(reader.reasoning_tokens for reader in self._readers.values())

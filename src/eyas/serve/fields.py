@@ -30,35 +30,26 @@ Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 # empty; any other value is refused. So are the fields of `foreign_fields.json`, which this table completes and corrects:
 # what OpenAI, Ollama and earlier versions have, and values that mean something else here.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "audio", "documents", "extra_args", "functions", "generation_config", "guided_whitespace_pattern",
+            "logits_processors", "n_predict", "options", "structural_tag", "think", "truncate_prompt_tokens",
+            "web_search_options",
+        ),
+        (),
+    ),
+    **dict.fromkeys(("beam_search", "return_prompt_text", "return_tokens_as_token_ids", "store"), (False,)),
+    **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size"), (0,)),
     "add_special_tokens": (False,),  # of a chat: the template writes them
-    "audio": (),
-    "beam_search": (False,),
-    "documents": (),
-    "extra_args": (),
     "function_call": ("none",),
-    "functions": (),
-    "generation_config": (),
-    "guided_whitespace_pattern": (),
-    "logits_processors": (),
-    "min_new_tokens": (0,),
     "modalities": (["text"],),
-    "n_predict": (),
-    "no_repeat_ngram_size": (0,),
-    "options": (),
     "parse_tool_calls": (True,),
     "reasoning_format": ("auto", "deepseek"),
     "repeat_last_n": (-1, 64),  # all tokens; llama.cpp's default
-    "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "store": (False,),
-    "structural_tag": (),
     "suffix": ("",),  # of a chat
     "tfs_z": (1.0,),
-    "think": (),
-    "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
-    "web_search_options": (),
-}
+}  # fmt: skip
 # Fields that name or sort requests, say how caches are kept or what a response tells, or that only tune a field
 # which is refused itself; they change no answer.
 WITHOUT_EFFECT = frozenset(

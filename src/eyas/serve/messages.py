@@ -36,8 +36,6 @@ READ = "text, images, tool_use, tool_result and thinking are read here"
 WITHOUT_EFFECT = (
     "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
 )  # fmt: skip
-EMPTY: tuple[Any, ...] = (None, [], {})
-USUAL_EFFORT = "high"  # what Anthropic's models do unless told
 
 
 class Form(Strict):
@@ -89,7 +87,7 @@ class CountBody(Body):
         edits = (self.context_management.edits if self.context_management else None) or ()
         kept = all(edit.get("keep") == "all" for edit in edits)
         for name in ("container", "mcp_servers", *(() if kept else ("context_management",))):
-            if getattr(self, name) not in EMPTY:
+            if getattr(self, name) not in (None, [], {}):
                 raise bad_request(f"this server does not support {name}: leave it out", name)
 
     @property
@@ -109,7 +107,8 @@ class CountBody(Body):
             "tools": [_tool(tool, number) for number, tool in enumerate(self.tools or (), start=1)] or None,
             "tool_choice": self.tool_choice,
             "response_format": _form(self.output_format or output.format),
-            "reasoning_effort": output.effort if output.effort != USUAL_EFFORT else None,
+            # high is what Anthropic's models do unless told
+            "reasoning_effort": None if output.effort == "high" else output.effort,
             "chat_template_kwargs": _thinking(self.thinking),
             # an assistant's message at the end is the beginning of the answer
             "continue_final_message": messages[-1]["role"] == "assistant" or None,

@@ -146,10 +146,6 @@ class Choices(Dialect):
     def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         """Return the choices that a Delta adds, each for a chunk of its own; none while there is nothing to be seen."""
 
-    def opening(self) -> list[JsonObject]:
-        """Return the choices of chunks that come before anything is generated."""
-        return []
-
     def reasoning_tokens(self) -> int:
         return 0
 
@@ -167,13 +163,13 @@ class Choices(Dialect):
         timings = {"timings": _timings(self.job, totals)} if self.body.timings_per_token else {}
         return {**response, **self.extra(totals), **self._figures(totals), **timings}
 
-    def begun(self) -> Iterator[bytes]:
-        yield from map(self._chunk, self.opening())
+    def begun(self) -> Events:
+        return ()
 
     def add(self, delta: Delta) -> Iterator[bytes]:
         self.totals[delta.index].add(delta)
         for number, choice in enumerate(self.chunk_choices(delta)):
-            yield self._chunk(choice, None if number else delta.cycle)
+            yield self.chunk(choice, None if number else delta.cycle)
 
     def ended(self) -> Iterator[bytes]:
         if self._options.include_usage:
@@ -186,7 +182,7 @@ class Choices(Dialect):
     def _options(self) -> StreamOptions:
         return self.body.stream_options or StreamOptions()
 
-    def _chunk(self, choice: JsonObject, cycle: Mapping[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: JsonObject, cycle: Mapping[str, Any] | None = None) -> bytes:
         made = self.envelope(self.chunk_object, [choice])
         if self._options.continuous_usage_stats:
             made["usage"] = usage_of(self.job, self.totals, self.reasoning_tokens())

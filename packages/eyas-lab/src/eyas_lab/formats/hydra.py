@@ -39,6 +39,9 @@ from eyas.errors import CheckpointError, near
 
 __all__ = ["EXPORTS", "EXPORT_FILE", "METHODS", "NAME", "export", "read", "recognises", "usage", "write"]
 
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
 METHODS = EXPORTS = ("hydra",)
 NAME = "hydra"
 EXPORT_FILE = "hydra_lm_head.pt"
@@ -61,12 +64,12 @@ _LAYER_NAMES = {
 }
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+def recognises(config: Config, names: Collection[str]) -> bool:
     """Return whether config.json counts Hydra heads."""
     return "hydra_num_heads" in config
 
 
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Return ("hydra", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     ours = _read_config(config, tensors)
     names = _names(ours)
@@ -85,7 +88,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "hydra", ours, renamed
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
+def _refuse(config: Config) -> None:
     """Raise CheckpointError for settings whose computation is not supported."""
     arch = config.get("hydra_head_arch")
     if arch not in ARCHES:
@@ -106,7 +109,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _read_config(config: Config, tensors: Tensors) -> dict[str, Any]:
     _refuse(config)
     arch = config["hydra_head_arch"]
     output = tensors.get("hydra_lm_head.0.weight" if arch == "mlp" else "hydra_lm_head.0.1.weight")
@@ -132,7 +135,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+def write(method: str, config: Config, tensors: Tensors) -> Published:
     """Return config.json and the tensors as published."""
     assert method in METHODS, method
     names = {ours: published for published, ours in _names(config).items()}
@@ -155,17 +158,17 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     }
 
 
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
     """Return what `write` returns; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+def usage(method: str, config: Config, folder: str, target: str) -> list[str]:
     """Return lines, of a shell or of Python, by which the authors' code runs the head."""
     return [f'HydraModel.from_pretrained("{folder}")']
 
 
-def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+def _head_shapes(config: Config) -> dict[str, Shape]:
     """Return our names and the shapes that the config tells: all but the prefix layer and the embeddings."""
     D, V = config["hidden_size"], config["vocab_size"]
     out: dict[str, Shape] = {}
@@ -178,7 +181,7 @@ def _head_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def _names(config: Mapping[str, Any]) -> dict[str, str]:
+def _names(config: Config) -> dict[str, str]:
     """Return our name of each published tensor."""
     prefixed = config["arch"] == "prefix-mlp"
     names = {"input_embed_fn.weight": "embed.weight"}

@@ -36,6 +36,9 @@ from eyas.errors import CheckpointError
 
 __all__ = ["EXPORTS", "FILE", "METHODS", "NAME", "export", "read", "recognises", "shapes", "usage", "write"]
 
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
 METHODS = EXPORTS = ("medusa",)
 NAME = "medusa"
 FILE = "medusa_lm_head.safetensors"
@@ -43,12 +46,12 @@ FILE = "medusa_lm_head.safetensors"
 _HEAD = re.compile(r"(\d{1,6})\.\d+\.(linear\.)?(weight|bias)")
 
 
-def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
+def recognises(config: Config, names: Collection[str]) -> bool:
     """Return whether config.json counts Medusa heads."""
     return "medusa_num_heads" in config
 
 
-def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Return ("medusa", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     if any(name.startswith(("model.", "lm_head.", "medusa_head.", "base_model.")) for name in tensors):
         raise CheckpointError(
@@ -64,7 +67,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     return "medusa", ours, {names[published]: tensor for published, tensor in tensors.items()}
 
 
-def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _read_config(config: Config, tensors: Tensors) -> dict[str, Any]:
     promised, blocks = count(config, "medusa_num_heads"), count(config, "medusa_num_layers")
     heads = 1 + max((int(match[1]) for name in tensors if (match := _HEAD.fullmatch(name))), default=-1)
     if heads < promised:
@@ -85,7 +88,7 @@ def _read_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {**ours, "eyas": config["eyas"]} if "eyas" in config else ours
 
 
-def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+def write(method: str, config: Config, tensors: Tensors) -> Published:
     """Return config.json and the tensors as published."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config))
@@ -102,12 +105,12 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     return published, {name: tensors[ours] for name, ours in _names(config).items()}
 
 
-def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
+def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
     """Return what `write` returns; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 
-def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
+def usage(method: str, config: Config, folder: str, target: str) -> list[str]:
     """Return lines, of a shell or of Python, by which other engines run the head."""
     return [
         f'MedusaModel.from_pretrained("{folder}")  # the authors\' code',
@@ -115,7 +118,7 @@ def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> l
     ]
 
 
-def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+def shapes(config: Config) -> dict[str, Shape]:
     """Return our tensor names and their shapes, from our config."""
     D = config["hidden_size"]
     out: dict[str, Shape] = {}
@@ -127,7 +130,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     return out
 
 
-def _names(config: Mapping[str, Any]) -> dict[str, str]:
+def _names(config: Config) -> dict[str, str]:
     """Return our name of each published tensor."""
     names = {}
     for ours in shapes(config):

@@ -317,7 +317,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     ({}, {"layers.0.input_layernorm.weight": torch.zeros(8)}, "has no layers.0.input_layernorm.weight"),
     ({}, {"midlayer.hidden_norm.weight": torch.zeros(8)}, "EAGLE-3"),
     ({}, {"d2t": torch.zeros(8)}, "EAGLE-3"),
-    ({}, {"fc.weight": torch.zeros(8, dtype=torch.int8)}, r"of 16 bits or more: fc\.weight \(torch\.int8\)"),
+    ({}, {"fc.weight": torch.zeros(8, 16, dtype=torch.int8)}, r"of 16 bits or more: fc\.weight \(torch\.int8\)"),
 ])  # fmt: skip
 def test_other_nets(tmp_path: Path, changes: dict[str, Any], held: dict[str, Tensor], says: str) -> None:
     """Guards against running a deeper, differently normed or quantised head as if it were an EAGLE-1 head, and against

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_other_files_are_no_states(tmp_path: Path, trained: Path) -> None:
     for name in ("state-4-4.tar.gz", "state-of-the-run.txt", "state-10-1x"):
         (tmp_path / name).write_bytes(b"any")
     assert saved_states(tmp_path) == [state]
+    shutil.rmtree(state)
     (tmp_path / "state.pt").write_bytes(b"any")
     with pytest.raises(InputError, match=r"state\.pt is the state of an older eyas; delete it"):
         toy.run(tmp_path, steps=4, save_every=2)

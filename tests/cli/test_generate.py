@@ -39,10 +39,10 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     import eyas
 
     tree = {"nodes": 6, "depth": 3, "branch": 2, "noise": "coupled"}
-    made = eyas.load(world / "llama", world / "head", tree=tree).generate(
-        "hello", max_new_tokens=24, temperature=0.9, seed=5
-    )
-    found = answer("hello", "--draft", "head", *TREE, "--temperature", 0.9, "--seed", 5)
+    llm = eyas.load(world / "llama", world / "head", tree=tree)
+    sampled = answer("hello", "--draft", "head", *TREE, "--temperature", 0.9, "--seed", 5)["token_ids"]
+    assert tuple(sampled) == llm.generate("hello", max_new_tokens=24, temperature=0.9, seed=5).token_ids
+    made, found = llm.generate("hello", max_new_tokens=24), answer("hello", "--draft", "head", *TREE)
     assert set(found) == KEYS
     assert (tuple(found["token_ids"]), found["text"]) == (made.token_ids, made.text)
     assert tuple(found["accepted_lengths"]) == made.stats.accepted_lengths

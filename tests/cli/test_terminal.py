@@ -155,7 +155,7 @@ class Without:
     def __getattr__(self, name):
         return getattr(PathFinder, name)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
-from eyas.cli import main
+{imports}
 
 for arguments in {lines!r}:
     sys.argv = ["eyas", *arguments]
@@ -167,10 +167,28 @@ for arguments in {lines!r}:
 """
 
 
-def without(packages: set[str], *lines: tuple[object, ...]) -> subprocess.CompletedProcess[str]:
+def without(
+    packages: set[str], *lines: tuple[object, ...], imports: str = "from eyas.cli import main"
+) -> subprocess.CompletedProcess[str]:
     """Commands in one process where some packages are not installed; the first that fails ends it."""
-    code = BLOCK.format(blocked=packages, lines=[list(map(str, arguments)) for arguments in lines])
+    commands = [list(map(str, arguments)) for arguments in lines]
+    code = BLOCK.format(blocked=packages, imports=imports, lines=commands)
     return processes.run([sys.executable, "-c", code], env=processes.environment())
+
+
+@pytest.mark.exhaustive
+def test_without_the_library_of_the_command_line() -> None:
+    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages
+    that only the command line or pictures need, and `python -m eyas` says in a line which one it
+    lacks."""
+    missing, lab = {"cyclopts", "docstring_parser", "rich_rst", "matplotlib"}, ("run", "simulate", "cost")
+    imports = f"import eyas, eyas.api, eyas.hardware.machine, {', '.join(f'eyas_lab.bench.{name}' for name in lab)}"
+    done = without(missing, imports=imports)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = without(missing, ("doctor",))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("eyas: error: the command line needs the package cyclopts: pip install cyclopts")
 
 
 @pytest.mark.exhaustive

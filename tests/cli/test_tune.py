@@ -94,20 +94,9 @@ def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
 
     def bench(methods: str, output: str, *more: object) -> dict[str, Any]:
-        command = (
-            "bench",
-            "--target",
-            "llama",
-            "--draft",
-            "head",
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            16,
-            "--probe",
-            0,
-        )
-        result = run(*command, "--json", "--methods", methods, "--output", tmp_path / output, *more)
+        command = ("bench", "--target", "llama", "--draft", "head", "--prompts", prompts, "--methods", methods)
+        short = ("--max-new-tokens", 16, "--probe", 0, "--json")
+        result = run(*command, *short, "--output", tmp_path / output, *more)
         assert result.exit_code == 0, (result.output, result.exception)
         return last_json(result)
 

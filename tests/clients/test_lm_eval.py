@@ -31,18 +31,8 @@ def evaluate(run: Run, tmp_path: Path) -> Callable[..., dict[str, list[dict[str,
         shutil.copy(TASKS / "prompts.jsonl", tmp_path)
         output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
         listed = ",".join(f"{name}={value}" for name, value in arguments.items())
-        options = [
-            "--include_path",
-            TASKS,
-            "--tasks",
-            ",".join(tasks),
-            "--output_path",
-            output,
-            "--log_samples",
-            "--batch_size",
-            1,
-        ]
-        run("lm_eval", "run", "--model", kind, "--model_args", listed, *options, *more)
+        options = ["--include_path", TASKS, "--tasks", ",".join(tasks), "--output_path", output, "--batch_size", 1]
+        run("lm_eval", "run", "--model", kind, "--model_args", listed, *options, "--log_samples", *more)
         samples = {}
         for task in tasks:
             (file,) = output.rglob(f"samples_{task}_*.jsonl")

@@ -352,20 +352,8 @@ def test_every_input_of_a_forward_is_known() -> None:
     taken = {name for name in names if describes_media(name, None)}
     assert {"pixel_values", "image_grid_thw", "audio_input_features", "spatial_shapes", "token_type_ids"} <= taken
     encoded = {"mm_encoder_outputs", "image_encoder_embeddings"}  # images that somebody has encoded already
-    words = [
-        "encoder",
-        "cross",
-        "decoder",
-        "lang",
-        "shape_ids",
-        "task",
-        "embeds",
-        "cache",
-        "state",
-        "past",
-        "mems",
-        "key",
-    ]
+    words = ("encoder", "cross", "decoder", "lang", "shape_ids", "task", "embeds", "cache", "state", "past", "mems",
+             "key")  # fmt: skip
     found = {name for name in taken - encoded for word in words if word in name and not name.startswith("image_embeds")}
     assert not found
 

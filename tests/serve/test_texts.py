@@ -40,12 +40,13 @@ class Case:
     prompt: str
     sampling: dict[str, Any]
     text: str
+    new: int
 
 
-def cases_of(llm: eyas.LLM, samplings: Sequence[dict[str, Any]] = SAMPLINGS) -> list[Case]:
+def cases_of(llm: eyas.LLM, samplings: Sequence[dict[str, Any]] = SAMPLINGS, new: int = NEW) -> list[Case]:
     """Four prompts, each continued in two ways, with each of these samplings."""
     prompts = [*PROMPTS, *(f"{prompt} Please be quick." for prompt in PROMPTS)]
-    return [Case(p, s, llm.generate(p, max_new_tokens=NEW, **s).text) for p in prompts for s in samplings]
+    return [Case(p, s, llm.generate(p, max_new_tokens=new, **s).text, new) for p in prompts for s in samplings]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ async def answered(client: openai.AsyncOpenAI, case: Case, stream: bool, delay: 
     await asyncio.sleep(delay)
     known = {name: value for name, value in case.sampling.items() if name not in OWN}
     extra |= {name: value for name, value in case.sampling.items() if name in OWN}
-    options: dict[str, Any] = {"model": "tiny", "max_tokens": NEW, "extra_body": extra, **known}
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": case.new, "extra_body": extra, **known}
     messages: Any = [{"role": "user", "content": case.prompt}]
     if stream:
         chunks = await client.chat.completions.create(messages=messages, stream=True, **options)
@@ -127,7 +128,7 @@ def test_hybrids_among_others(family: str) -> None:
     tokenizer = tiny.tokenizer()
     model = zoo.tiny(family, vocab_size=len(tokenizer), max_position_embeddings=1024, **HYBRIDS[family])
     llm = eyas.load(model, method="self_speculative", skip="exit:2", depth=3, tokenizer=tokenizer)
-    cases = cases_of(llm, SAMPLINGS[:2])
+    cases = cases_of(llm, SAMPLINGS[:2], 12)
     with running(llm, rows=3, prefill_budget=7) as server:
         for _ in range(2):  # the second time behind kept prefixes
             compare(server, cases, spread=0.3, closers=True)

@@ -8,16 +8,9 @@ from typing import Any
 
 import anthropic
 
-WEATHER: Any = {
-    "name": "get_weather",
-    "description": "The weather of a day.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"day": {"enum": ["today", "tomorrow"]}},
-        "required": ["day"],
-        "additionalProperties": False,
-    },
-}
+DAYS = {"day": {"enum": ["today", "tomorrow"]}}
+SCHEMA = {"type": "object", "properties": DAYS, "required": ["day"], "additionalProperties": False}
+WEATHER: Any = {"name": "get_weather", "description": "The weather of a day.", "input_schema": SCHEMA}
 
 
 def main() -> None:
@@ -42,14 +35,8 @@ def answers(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any
         client.messages.create(**{**asked, "model": "another"})
     except anthropic.NotFoundError as error:
         refused = error.message
-    return {
-        "whole": whole.model_dump(mode="json"),
-        "streamed": streamed.model_dump(mode="json"),
-        "text": text,
-        "events": events,
-        "counted": counted.input_tokens,
-        "refused": refused,
-    }
+    messages = {"whole": whole.model_dump(mode="json"), "streamed": streamed.model_dump(mode="json")}
+    return {**messages, "text": text, "events": events, "counted": counted.input_tokens, "refused": refused}
 
 
 def tools(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
@@ -65,9 +52,8 @@ def tools(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]},
     ]
     after = client.messages.create(tool_choice={"type": "none"}, **asked)
-    return {
-        name: one.model_dump(mode="json") for name, one in (("first", first), ("streamed", streamed), ("after", after))
-    }
+    made = {"first": first, "streamed": streamed, "after": after}
+    return {name: message.model_dump(mode="json") for name, message in made.items()}
 
 
 def agent(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from eyas.core.tree import Draft, Tree, Verdict
 from eyas.drafters import CycleInput, Drafter
 from eyas.errors import InputError, OptionError
 from eyas.hardware.machine import Used, cores, snapshot
-from eyas_lab.bench import contestants, report
+from eyas_lab.bench import contestants, cost, report
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas_lab.bench.probe import Probe, chain_alpha, probe
 from eyas_lab.bench.record import Answer
@@ -43,6 +43,12 @@ PROMPTS = tuple(Prompt(f"own/{i}", f"task{i % 2}", (), prompt_ids=tuple(range(3 
 def llm() -> LLM:
     target = Target(zoo.FAMILIES["llama"](), "toy")
     return LLM(target, drafters.find("vanilla")(target), None)
+
+
+@pytest.fixture(autouse=True)
+def _known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory's speed is measured once, in test_machine.py."""
+    monkeypatch.setattr(cost, "bandwidth", lambda device: 1e10)
 
 
 def eagle2(llm: LLM) -> Drafting:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import zoo
+from eyas_lab.bench import cost
 from eyas_lab.bench.contestants import Drafting, Question
 from eyas_lab.bench.entries import HEADS
 from eyas_lab.bench.record import FORMAT, Answer
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., Any]
 Refused = Callable[..., str]
 QUICK = ("--max-new-tokens", 8, "--probe", 0)
+
+
+@pytest.fixture(autouse=True)
+def _known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory's speed is measured once, in bench/test_machine.py."""
+    monkeypatch.setattr(cost, "bandwidth", lambda device: 1e10)
 
 
 @pytest.fixture

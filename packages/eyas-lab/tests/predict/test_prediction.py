@@ -30,17 +30,9 @@ from eyas_lab.predict import (
 from eyas_lab.predict.heads import TYPICAL, Acceptance
 from eyas_lab.predict.speedup import Outcome, outcomes, tau_of
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100, **HEADS}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "tie_word_embeddings": False, "dtype": "float32"}
 WEIGHTS = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64 + 64 * 100  # the input table is not read
 EAGLE3 = 2 * 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128 + 50 * 64
 

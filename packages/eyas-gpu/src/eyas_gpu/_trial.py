@@ -133,7 +133,8 @@ def _draft_layers(device: torch.device, ops: Ops) -> str:
             cache.reserve(max(LENGTHS) + nodes)
             for store in cache.stores:
                 store.copy_(_random(device, *store.shape))
-            cache.prepare(range(2), lambda offset=offset: length[:, None] + offset, max(LENGTHS) + nodes)
+            positions_BN = length[:, None] + offset
+            cache.prepare(range(2), lambda found=positions_BN: found, max(LENGTHS) + nodes)  # type: ignore[misc]
             cache.set_mask(length, visible)
             output = module(inputs, inputs.flip(0), length[:, None] + offset, cache)
             results.append((output, *cache.stores))

@@ -124,8 +124,8 @@ class GpuModelLayers:
 
 def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     if layer.gate_up is None or layer.down is None:
-        return layer.mlp(x)  # type: ignore[no-any-return]
-    return layer.down(swiglu(*layer.gate_up(x)))  # type: ignore[no-any-return]
+        return layer.mlp(x)
+    return layer.down(swiglu(*layer.gate_up(x)))
 
 
 def _layer(layer: Any, place: int, window: int, join_weights: bool) -> _Layer:

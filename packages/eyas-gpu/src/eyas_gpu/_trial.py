@@ -122,21 +122,20 @@ def _draft_layers(device: torch.device, ops: Ops) -> str:
     """Run one node over several parts of the keys, and many nodes over one part; keep keys unrotated, for a window."""
     net = _Net(device)
     by_kernels = with_gpu_kernels(net, "exact")
-    length = torch.tensor(LENGTHS, device=device)
     pairs = list[tuple[Tensor, Tensor]]()
     for nodes in (1, 6, 90):
-        inputs, offset = _random(device, 2, nodes, SHAPE.hidden_size), torch.arange(nodes, device=device)
-        visible = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(2, nodes, nodes)
-        results = []
-        for module in (by_kernels, net):
-            cache = DraftKVCache(SHAPE.num_kv_heads, SHAPE.head_dim, 2, torch.float32, device, window=(2, 400))
-            cache.reserve(max(LENGTHS) + nodes)
-            for store in cache.stores:
-                store.copy_(_random(device, *store.shape))
-            positions_BN = length[:, None] + offset
-            cache.prepare(range(2), lambda found=positions_BN: found, max(LENGTHS) + nodes)  # type: ignore[misc]
-            cache.set_mask(length, visible)
-            output = module(inputs, inputs.flip(0), length[:, None] + offset, cache)
-            results.append((output, *cache.stores))
-        pairs += zip(*results, strict=True)
+        pairs += zip(_layer_output(by_kernels, nodes, device), _layer_output(net, nodes, device), strict=True)
     return _same("a draft's layer", *pairs)
+
+
+def _layer_output(net: _Net, nodes: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the net's output for so many nodes of two rows, and the stores of its cache."""
+    inputs, length = _random(device, 2, nodes, SHAPE.hidden_size), torch.tensor(LENGTHS, device=device)
+    slot = length[:, None] + torch.arange(nodes, device=device)
+    cache = DraftKVCache(SHAPE.num_kv_heads, SHAPE.head_dim, 2, torch.float32, device, window=(2, 400))
+    cache.reserve(max(LENGTHS) + nodes)
+    for store in cache.stores:
+        store.copy_(_random(device, *store.shape))
+    cache.prepare(range(2), lambda: slot, max(LENGTHS) + nodes)
+    cache.set_mask(length, torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(2, nodes, nodes))
+    return net(inputs, inputs.flip(0), slot, cache), *cache.stores

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.adapt.guard import BLOCK, NEW, OLD, PairedTrial
 
-TRIALS = 600
+TRIALS = 200
 
 
 def outcome(shift: float, rng: random.Random) -> str:

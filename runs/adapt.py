@@ -1,4 +1,4 @@
-"""Mean accepted length with the given head, and with one that learns from the texts before (`eyas.adapt`).
+"""Mean accepted length with the given head, and with one that learns from the texts before (`eyas_train.adapt`).
 
     python runs/adapt.py --chats CHATS.jsonl.gz --texts book=BOOK.txt.gz code=FOLDER --output docs/results/adapt.json
 
@@ -26,10 +26,11 @@ from _common import book_tokens, chat_prompts, interval, machine, parser, run, w
 from rich.progress import track
 
 import eyas
-from eyas.adapt import LearningLLM, adapting
+from eyas.adapt import adapting
 from eyas.api import LLM
 from eyas.errors import InputError
 from eyas_lab.bench.intervals import ratio, ratio_of_ratios
+from eyas_train.adapt import LearningLLM
 
 REST_EVERY = 128  # tokens of a long answer between two pauses for steps
 UNBOUNDED = 1e9

@@ -26,7 +26,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ray": {"parts": ("fleet", "training", "workers")},
     "train": {
         "commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train"),
-        "parts": ("block_loss", "flash"),
+        "parts": ("adapt", "block_loss", "flash"),
         "saves": ("dflash", "dflash2", "dspark"),
     },
 }

@@ -1,4 +1,4 @@
-"""Options of heads that learn while they serve (`eyas.adapt`)."""
+"""Options of heads that learn while they serve (`eyas_train.adapt`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts.types import PositiveFloat
 
+from eyas import elsewhere
 from eyas.cli._errors import UsageError
 from eyas.cli._load import load
 from eyas.cli._options import DraftOptions, TargetOptions, option_group
@@ -35,14 +36,12 @@ def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions,
         if adapt.adapt_save is not None:
             raise UsageError("--adapt-save needs --adapt")
         return load(model, draft, options)
-    from eyas.adapt import adapting
-
-    return adapting(load(model, draft, options), share=adapt.adapt_percent / 100)
+    learning = elsewhere.part("adapt", "--adapt")
+    llm: LLM = learning.LearningLLM(load(model, draft, options), learning.Settings(share=adapt.adapt_percent / 100))
+    return llm
 
 
 def save_adapted(llm: LLM, options: AdaptOptions) -> None:
     """Write the head, if the options say where."""
-    from eyas.adapt import LearningLLM
-
-    if isinstance(llm, LearningLLM) and options.adapt_save is not None:
-        llm.save_draft(options.adapt_save)
+    if options.adapt and options.adapt_save is not None:
+        llm.save_draft(options.adapt_save)  # type: ignore[attr-defined]  # of a LearningLLM

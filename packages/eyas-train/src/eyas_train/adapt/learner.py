@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 
 from eyas import checkpoints
-from eyas.adapt.guard import NEW, PairedTrial
-from eyas.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 from eyas.adapt.swap import check_same, head_of, prepare, put, with_net
 from eyas.core.drafter import Drafter
 from eyas.core.target import ModelRunner
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
+from eyas_train.adapt.guard import NEW, PairedTrial
+from eyas_train.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 
 __all__ = ["Learner", "Settings"]
 

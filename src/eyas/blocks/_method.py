@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from eyas import elsewhere
 from eyas.blocks._net import BlockFormat, BlockNet, Extras
 from eyas.checkpoints import Weights
 from eyas.core.cache import KVCache, slot_mask
@@ -31,7 +30,7 @@ from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters import Batch, DraftMethod, Loss
+from eyas.drafters import DraftMethod
 from eyas.drafters.tools import (
     MARGIN,
     DraftNetSteps,
@@ -305,18 +304,6 @@ class BlockMethod(DraftMethod):
 
     def describe(self) -> dict[str, Any]:
         return {**self.tree.describe(), "block": self.block_format.block}
-
-    # --- training
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors (`eyas_train.block_loss`). Raise CheckpointError for a head whose
-        parts are not trained."""
-        if not self.block_format.is_plain or self.draft_ids_v is not None:
-            raise CheckpointError(
-                "this head has windows or a vocabulary of its own, and such heads are not trained here"
-            )
-        found: Loss = elsewhere.part("block_loss", f"training of {self.label}").block_loss(self, batch, generator)
-        return found
 
 
 class BlockSession(DraftSession):

@@ -24,7 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -34,14 +33,12 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._method import Batch, Loss
 from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, new_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
-from eyas.drafters._self_training import Predictions, SelfTraining
+from eyas.drafters._self_training import SelfTraining
 from eyas.errors import CheckpointError, ModelError
-from eyas.losses import FrozenHead, draft_losses
 
-__all__ = ["Method", "Options"]
+__all__ = ["Method", "Net", "Options"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -159,26 +156,6 @@ class Method(DynamicEagle):
 
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the objective, by default the cross-entropy with the target's distribution, summed over
-        the steps of the training-time test (EAGLE-3, section 3.2). The target's own lm_head reads
-        the module's outputs, and does not learn.
-
-        Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the
-        loss is step 0's: each token once.
-        """
-        test: SelfTraining = self.options.ttt
-        predictions = Predictions.from_batch(batch, test.steps)
-        step_K, features_ND = predictions.step_K, batch.features_NF.to(self.dtype)
-        embed = lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)  # noqa: E731
-        outputs = self.net.training_time_test(features_ND, embed, predictions.rows_M, batch.documents, test.steps)
-        losses = draft_losses(
-            torch.stack(outputs)[step_K, predictions.row_K], FrozenHead(self.head, self.target.vocab_size),
-            predictions.position_K, test.decay**step_K, len(predictions.before_U),
-            predictions.target_logits(batch.features_NF, self.target), objective=test.objective,
-        )  # fmt: skip
-        return Loss(losses.total, (step_K == 0).sum(), predictions.figures(losses, test.steps))
 
 
 def _own_checkpoint(target: Target) -> str:

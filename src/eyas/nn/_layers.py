@@ -1,8 +1,7 @@
 """The building blocks of LLaMA layers for draft nets.
 
 RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of
-the net. Attention reads a cache during decoding (`forward`) and a packed sequence of documents
-during training (`attend_packed`).
+the net.
 Letters: R rows, N nodes or tokens, M tokens of a packed sequence, D hidden size, H heads, K
 key-value heads, h head size, W slots of the cache. This module knows no method and no target.
 """
@@ -20,7 +19,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eyas.errors import CheckpointError
-from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
     "Attention", "CacheContents", "DecoderLayer", "DraftCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm",
@@ -234,15 +232,6 @@ class Attention(nn.Module):
         k_RKWh, v_RKWh = self.store(x_RND, position_RN, cache)
         out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def attend_packed(
-        self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: KeysValues, later: Sequence[KeysValues] = ()
-    ) -> Tensor:
-        """Attend, in training, from the query rows to a packed sequence's keys, and to the keys of later steps at the
-        same rows."""
-        pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
-        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
-        return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
     def rotated_key_value(self, x: Tensor, position: Tensor) -> KeysValues:
         """Return rotated keys and values [..., K, h]."""

@@ -12,19 +12,21 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
+from eyas.drafters import _self_training
 from eyas.drafters.eagle1 import Method
-from eyas.losses import (
+from eyas.nn import Documents
+from eyas.targets.loading import load_target
+from eyas_train.losses import (
     FrozenHead,
     draft_losses,
     smooth_l1,
     soft_cross_entropy,
     soft_cross_entropy_of,
 )
-from eyas.nn import Documents
-from eyas.objectives import OBJECTIVES
-from eyas.targets.loading import load_target
+from eyas_train.method_losses import packed
+from eyas_train.objectives import OBJECTIVES
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+GOLDEN = Path(__file__).parents[5] / "shared" / "golden"
 
 
 def plain_smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
@@ -165,8 +167,8 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
     documents, every = Documents((ids.shape[1],) * len(ids)), torch.arange(ids.numel())
     with torch.enable_grad():
-        predicted = net.packed(
-            features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents
+        predicted = packed(
+            net, features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents
         ).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
@@ -207,6 +209,11 @@ def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tupl
 
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 @pytest.mark.parametrize("reduced", [True, False])
+def test_the_options_name_all_objectives() -> None:
+    """Guards the list of names in the engine, which does not import the objectives."""
+    assert tuple(OBJECTIVES) == _self_training.OBJECTIVES
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> None:
     """Against all logits at once: total, each guess, which count and which are right; gradients to

@@ -207,13 +207,13 @@ def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tupl
     return weight * (p * (p / q).log()).sum(-1) + (1 - weight) * (1 - overlap), overlap
 
 
-@pytest.mark.parametrize("chunk", [1, 60, 10**6])
-@pytest.mark.parametrize("reduced", [True, False])
 def test_the_options_name_all_objectives() -> None:
     """Guards the list of names in the engine, which does not import the objectives."""
     assert tuple(OBJECTIVES) == _self_training.OBJECTIVES
 
 
+@pytest.mark.parametrize("chunk", [1, 60, 10**6])
+@pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> None:
     """Against all logits at once: total, each guess, which count and which are right; gradients to

@@ -105,7 +105,8 @@ class Costs:
     def from_json(cls, fields: dict[str, Any]) -> Costs:
         """Return the costs that `asdict` made these fields of; ValueError, KeyError or TypeError for
         anything else."""
-        costs = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        costs = cls(**values)
         seconds = (*costs.verify, *costs.first, *costs.deeper, costs.plain_rest, costs.rest)
         numbers = (*seconds, costs.spread, costs.load, costs.measured_at)
         counts = (*costs.nodes, *costs.branches, costs.own_nodes)

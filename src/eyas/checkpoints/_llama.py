@@ -7,7 +7,7 @@ module knows the tensor names of one decoder layer and no format.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -203,7 +203,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def are_rising(ids: Any, least: int) -> bool:
+def are_rising(ids: Any, least: int) -> TypeGuard[list[int]]:
     """Return whether this is a list of whole numbers, `least` or more, each above the one before."""
     are_ids = isinstance(ids, list) and all(is_whole(i) and i >= least for i in ids)
     return are_ids and bool(ids) and ids == sorted(set(ids))

@@ -107,7 +107,8 @@ def measure(model_type: str, rows: int, prompt: int, rounds: int) -> dict[str, A
             if turn >= 2:  # the first ones warm up
                 ms[name].append(1e3 * (time.perf_counter() - began))
     base = float(np.median(ms["one token"]))
-    state_bytes = sum(state.bytes for state in passes.session.states if isinstance(state, RowStates))
+    held = [state.committed for state in passes.session.states if isinstance(state, RowStates)]
+    state_bytes = sum(tensor.nbytes for rows in held for tensors in rows for tensor in tensors.values())
     return {
         "parameters": sum(weight.numel() for weight in target.model.parameters()),
         "parameters_of_state_modules": sum(

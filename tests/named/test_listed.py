@@ -21,13 +21,12 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError
-from eyas.named import _listed
 
 
 def test_every_entry_is_whole() -> None:
     """Guards against an entry without a source, an id that is none, a method that does not exist,
     and one head listed twice."""
-    content, heads = json.loads(_listed.FILE.read_text()), named.listed_heads()
+    content, heads = json.loads(named.FILE.read_text()), named.listed_heads()
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", content["read"])
     assert {entry["source"] for entry in content["heads"]} == set(content["sources"])
     left_out = {head for group in content["left_out"] for head in group["heads"]}
@@ -174,7 +173,7 @@ def test_a_family_is_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("not there")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setitem(_listed._content()["families"][2], "vocab_sizes", [160])
+    monkeypatch.setitem(named._content()["families"][2], "vocab_sizes", [160])
     with pytest.warns(
         UserWarning, match=r"no head is listed for \S+, and draft head amd/PARD-Qwen3-0.6B: .*; took suffix"
     ):

@@ -196,25 +196,6 @@ class BlockMethod(DraftMethod):
         net = random_net(lambda: BlockNet(layer, new.depth, width, target.vocab_size, extras), target, seed)
         return cls(target, options, net, layer, layers, block_format)
 
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return a head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and
-        selector prefer no token."""
-        method = cls.random(target, options, seed, counts_V)
-        with torch.no_grad():
-            for layer in method.net.typed_layers:
-                layer.attention.o.weight.zero_()
-                layer.mlp.down.weight.zero_()
-                for convolution in (layer.attention_conv, layer.mlp_conv):
-                    if convolution is not None:
-                        convolution.kernel.weight.zero_()
-            for prefers in (method.net.markov, method.net.selector):
-                if prefers is not None:
-                    prefers.after.weight.zero_()
-        return method
-
     def weights(self) -> Weights:
         net, block_format = self.net, self.block_format
         config = {

@@ -24,17 +24,15 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from eyas.core.cache import KVCache, Layout, additive_mask, layout_of
 from eyas.core.families import FULL, SLIDING, cache_argument_of
 from eyas.core.target import Target
-from eyas.drafters._nets import final_scale, place_net, seeded
+from eyas.drafters._nets import place_net, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
-from eyas.nn import DecoderLayer, DraftKVCache, LayerShape, RMSNorm, join_normed, norm_scale
+from eyas.nn import DecoderLayer, DraftKVCache, LayerShape, RMSNorm, join_normed
 
-__all__ = ["LayoutCache", "LlamaNet", "Net", "llama_net", "load_net", "new_net", "random_net"]
+__all__ = ["LayoutCache", "LlamaNet", "Net", "llama_net", "load_net", "random_net"]
 
 
 # a config's names for the number of modules
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-# names of the matrices whose products a layer adds to its input
-ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
 
 class LayoutCache(DraftKVCache):
@@ -165,28 +163,6 @@ def _random_net(target: Target, seed: int) -> Net:
             elif "norm" not in name:
                 nn.init.zeros_(weight)
     return place_net(Net(module, getattr(decoder, "rotary_emb", None), shared_norm), target)
-
-
-@torch.no_grad()
-def new_net(target: Target, seed: int) -> Net:
-    """Return a module that first predicts what the target's lm_head does from the feature that it
-    reads: `eh_proj` passes that feature on, the layer adds nothing yet, and the last norm brings it
-    to the size of the target's features.
-    """
-    net = random_net(target, seed)
-    module: Any = net.module
-    first = getattr(module.config, "mtp_hidden_states_first", False)
-    of_feature, of_embedding = module.eh_proj.weight.chunk(2, dim=1)[:: 1 if first else -1]
-    nn.init.eye_(of_feature)
-    nn.init.zeros_(of_embedding)
-    for name, weight in module.mtp_block.named_parameters():
-        if name.endswith(ADDED):
-            weight.zero_()
-    last_norm: Any = module.post_norm if net.shared_norm is None else net.shared_norm
-    if last_norm is not None:
-        scale_D = final_scale(target)
-        last_norm.weight += scale_D.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(scale_D))
-    return net
 
 
 def load_net(target: Target, folder: str | Path) -> Net:

@@ -38,7 +38,6 @@ from eyas.drafters._grow import DynamicTree
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
-    final_scale,
     layer_config,
     layer_numbers,
     layer_shape,
@@ -52,7 +51,7 @@ from eyas.drafters._self_training import SelfTraining
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.nn import LayerShape
 
-__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
+__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest", "choose_draft_vocabulary"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -199,10 +198,10 @@ class Method(DynamicEagle):
         size = options.head.draft_vocab or MAX_DRAFT_VOCABULARY
         if draft_ids_v is None and size < target.vocab_size:
             draft_ids_v = torch.arange(size) * target.vocab_size // size
-        return cls._new(target, options, seed, draft_ids_v, **shape)
+        return cls.new(target, options, seed, draft_ids_v, **shape)
 
     @classmethod
-    def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+    def new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
         """Return a head with random weights over these tokens; None for the whole vocabulary."""
         layer = target_layer_shape(target, **shape)
         cls.check_window(options.window)
@@ -215,32 +214,6 @@ class Method(DynamicEagle):
         net = random_net(lambda: cls.net_class(layer, architecture), target, seed)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
         return cls(target, options, net, layer, layers, draft_ids_v)
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return a head whose training begins: norm and head are copies of the target's, and the layers add nothing
-        yet. `eyas_train.start` fits the rest.
-
-        The draft vocabulary has the most frequent tokens of `counts_V`.
-        """
-        options = options or cls.Options()
-        ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
-        heads = {} if options.head.kv_heads is None else {"num_kv_heads": options.head.kv_heads}
-        method = cls._new(target, options, seed, ids_v, **heads)
-        net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
-        with torch.no_grad():
-            net.fc.weight.zero_()
-            torch.nn.init.eye_(net.fc.weight[:, -D:])
-            for layer in (net.layer, *net.later_layers):
-                layer.attention.o.weight.zero_()
-                layer.mlp.down.weight.zero_()
-            net.norm.weight.copy_(final_scale(target))
-            if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
-                rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
-                net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
-        return method
 
     def weights(self) -> Weights:
         architecture = self.net.architecture

@@ -17,7 +17,6 @@ U target positions (tokens that count), D hidden.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,14 +32,12 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, new_net, random_net
+from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
 from eyas.drafters._self_training import SelfTraining
 from eyas.errors import CheckpointError, ModelError
 
-__all__ = ["Method", "Net", "Options"]
-
-log = logging.getLogger(__name__)  # the command line shows its messages
+__all__ = ["Method", "Net", "Options", "load_net", "own_checkpoint", "random_net"]
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,13 @@ class Method(DynamicEagle):
         Raise CheckpointError if there is none."""
         if source is not None and _is_trained_head(source):
             return super().from_pretrained(source, target, options)
-        return cls(target, options, load_net(target, source or _own_checkpoint(target)))
+        return cls(target, options, load_net(target, source or own_checkpoint(target)))
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Load a module that eyas trained; None for the module of the target's own checkpoint."""
         if weights is None:
-            return cls(target, options, load_net(target, _own_checkpoint(target)))
+            return cls(target, options, load_net(target, own_checkpoint(target)))
         weights = check_head(weights, cls.head_format, "MTP", target_sizes(target))
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
@@ -114,20 +111,6 @@ class Method(DynamicEagle):
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         return cls(target, options, random_net(target, seed))
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return the module of the target's checkpoint; a new one where it has none."""
-        try:
-            net, start = load_net(target, _own_checkpoint(target)), "the module in the target's checkpoint"
-        except CheckpointError:
-            net, start = new_net(target, seed), "a new module: the target's checkpoint has none"
-        log.info("mtp: training begins with %s", start)
-        method = cls(target, options, net)
-        method.is_new = start.startswith("a new")
-        return method
 
     def weights(self) -> Weights:
         config = {
@@ -158,7 +141,7 @@ class Method(DynamicEagle):
         return Session(self, rows)
 
 
-def _own_checkpoint(target: Target) -> str:
+def own_checkpoint(target: Target) -> str:
     """Return the name of the checkpoint that the target was loaded from; raise CheckpointError if there is none."""
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors

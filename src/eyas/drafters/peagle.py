@@ -116,17 +116,9 @@ class Method(eagle3.Method):
         return method._with_masks(token, weights.config["levels"])
 
     @classmethod
-    def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+    def new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
         token = mask_token(options.head.mask_token, target, None)
-        return super()._new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        method = super().init_for_training(target, options, seed, counts_V)
-        method.mask_token = mask_token(method.options.head.mask_token, target, counts_V)
-        return method
+        return super().new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
 
     def weights(self) -> Weights:
         base = super().weights()

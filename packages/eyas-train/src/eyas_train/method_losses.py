@@ -1,4 +1,4 @@
-"""The training losses of eyas' own methods. `DraftMethod.loss` asks for them.
+"""The training losses of eyas' own methods, and what else `eyas.drafters` and eyas-lab ask for by name.
 
 Letters: N packed tokens, M of them that count, K predictions of all steps, U target positions (tokens that count), R
 documents, T tokens of the longest, D hidden, F features, V vocabulary, v that of the draft.
@@ -26,10 +26,11 @@ from eyas_train.losses import (
     soft_cross_entropy,
     soft_cross_entropy_of,
 )
+from eyas_train.new_heads import new_head
 from eyas_train.own_outputs import Predictions, in_parallel, module_steps, training_time_test
 from eyas_train.packed import QueryRows, attend_packed
 
-__all__ = ["QueryRows", "attend_packed", "draft_losses", "hidden_by_step", "loss", "packed", "ttt_losses"]
+__all__ = ["QueryRows", "attend_packed", "draft_losses", "hidden_by_step", "loss", "new_head", "packed", "ttt_losses"]
 
 
 @singledispatch

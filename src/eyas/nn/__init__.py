@@ -20,7 +20,6 @@ from eyas.nn._layers import (
     SwiGLU,
     grouped_attention,
     join_normed,
-    norm_scale,
     rope,
     rope_factor,
     rope_frequencies,
@@ -29,5 +28,5 @@ from eyas.nn._layers import (
 __all__ = [
     "Attention", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "DraftKVCache",
     "DraftLayerCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm", "SwiGLU", "grouped_attention",
-    "join_normed", "norm_scale", "rope", "rope_factor", "rope_frequencies",
+    "join_normed", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip

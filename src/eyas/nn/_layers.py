@@ -22,7 +22,7 @@ from eyas.errors import CheckpointError
 
 __all__ = [
     "Attention", "CacheContents", "DecoderLayer", "DraftCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm",
-    "SwiGLU", "grouped_attention", "join_normed", "norm_scale", "rope", "rope_factor", "rope_frequencies",
+    "SwiGLU", "grouped_attention", "join_normed", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip
 
 
@@ -237,14 +237,6 @@ class Attention(nn.Module):
         """Return rotated keys and values [..., K, h]."""
         k, v = self.key_value(x)
         return rope(k, position, self.frequency(x.device)), v
-
-
-def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
-    """Return the factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
-    norm without weights leaves as it is."""
-    signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
-    scale_1D: Tensor = norm(signs_D[None])
-    return scale_1D[0].to(ones_D.device) * signs_D
 
 
 class SwiGLU(nn.Module):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from eyas.blocks import BlockMethod
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod, eagle3, mtp, peagle
-from eyas.drafters.tools import final_scale, mask_token
+from eyas.drafters.tools import mask_token
 from eyas.errors import CheckpointError
-from eyas.nn import norm_scale
+from eyas_train.fitting import final_scale, norm_scale
 
 __all__ = ["new_head"]
 

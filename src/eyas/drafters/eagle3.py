@@ -46,8 +46,7 @@ from eyas.drafters._nets import (
     saved_head,
     target_layer_shape,
 )
-from eyas.drafters._options import check_weight, check_whole
-from eyas.drafters._self_training import SelfTraining
+from eyas.drafters._options import SelfTraining, check_weight, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.nn import LayerShape
 

@@ -34,7 +34,7 @@ from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
 from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
-from eyas.drafters._self_training import SelfTraining
+from eyas.drafters._options import SelfTraining
 from eyas.errors import CheckpointError, ModelError
 
 __all__ = ["Method", "Net", "Options", "load_net", "own_checkpoint", "random_net"]

@@ -34,8 +34,7 @@ from eyas.drafters._eagle import EagleSession, Window
 from eyas.drafters._eagle3_net import ParallelNet
 from eyas.drafters._grow import DraftNetSteps, DynamicTree
 from eyas.drafters._nets import mask_token
-from eyas.drafters._options import check_choice, check_decay, check_whole
-from eyas.drafters._self_training import OBJECTIVES
+from eyas.drafters._options import OBJECTIVES, check_choice, check_decay, check_whole
 from eyas.errors import CheckpointError
 
 __all__ = ["Method", "Options", "ParallelNet"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
-from eyas.drafters import _self_training
+from eyas.drafters import _options
 from eyas.drafters.eagle1 import Method
 from eyas.nn import Documents
 from eyas.targets.loading import load_target
@@ -209,7 +209,7 @@ def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tupl
 
 def test_the_options_name_all_objectives() -> None:
     """Guards the list of names in the engine, which does not import the objectives."""
-    assert tuple(OBJECTIVES) == _self_training.OBJECTIVES
+    assert tuple(OBJECTIVES) == _options.OBJECTIVES
 
 
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])

@@ -42,6 +42,7 @@ from eyas_train.config import TrainConfig
 from eyas_train.data import Batches, Example, Examples
 from eyas_train.features import batch_of
 from eyas_train.loop import train as run_training
+from eyas_train.method_losses import hidden_by_step
 from eyas_train.progress import Progress
 from eyas_train.start import fit_start
 
@@ -318,7 +319,7 @@ def forced_figures(drafter: Any, heldout: Examples, steps: int = 5, depth: int =
             is_slot_N = following & goal & (slot_N + 2 < end_N)  # the answer's first token comes with the prompt
             rows_M = is_slot_N.nonzero()[:, 0]
             features = batch.features_NF[:, :width].to(drafter.dtype)
-            hidden = drafter.hidden_by_step(batch, features, rows_M, batch.documents, steps)
+            hidden = hidden_by_step(drafter, batch, features, rows_M, steps)
             lead_M, all_right_M = torch.zeros_like(rows_M), torch.ones_like(rows_M, dtype=torch.bool)
             for step, hidden_MD in enumerate(hidden):
                 parts = [drafter.net.head(part).argmax(-1) for part in drafter.net.head_input(hidden_MD).split(8192)]

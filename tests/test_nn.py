@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import processes
-from eyas.nn import Documents, LayerShape, packed_attention, rope, rope_frequencies
-from eyas.nn import _packed as module
+from eyas.nn import Documents, LayerShape, rope, rope_frequencies
+from eyas_train import packed
 from eyas_train.flash import attention_of
+from eyas_train.packed import QueryRows, packed_attention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:
@@ -33,7 +34,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: l
 def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and
     every gradient, in float64."""
-    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(packed, "BLOCK", block)
     documents, rows = Documents((5, 1, 7)), [0, 2, 3, 5, 7, 8, 9, 10, 12]
     generator = torch.Generator().manual_seed(0)
 
@@ -42,7 +43,7 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
 
     q, k, v, later = draw(9, 4, 3), draw(13, 2, 3), draw(13, 2, 3), (draw(steps, 9, 2, 3), draw(steps, 9, 2, 3))
     rows_M = torch.tensor(rows)
-    mine = packed_attention(q, k, v, documents.query_rows(rows_M), later if steps else None)
+    mine = packed_attention(q, k, v, QueryRows(rows_M, documents.lengths), later if steps else None)
     theirs = plain(q, k, v, later, rows, documents.begin_N().tolist())
     torch.testing.assert_close(mine, theirs)
     outer, inputs = torch.randn_like(mine), (q, k, v, *(later if steps else ()))
@@ -61,7 +62,7 @@ def test_flash_attention_says_the_same(steps: int) -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    rows = documents.query_rows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]))
+    rows = QueryRows(torch.tensor([0, 2, 3, 5, 7, 8, 9, 10, 12]), documents.lengths)
     q, k, v = draw(9, 4, 16), draw(13, 2, 16), draw(13, 2, 16)
     later = (draw(steps, 9, 2, 16), draw(steps, 9, 2, 16))
     mine = attention_of(rows.lengths, rows.rows_M)(q, k, v, later)
@@ -76,7 +77,7 @@ def test_flash_attention_says_the_same(steps: int) -> None:
 
 def test_a_token_that_is_several_queries_is_left_to_blocks() -> None:
     """Guards the training of block heads, whose anchors are read by every slot of their block."""
-    assert Documents((5,)).query_rows(torch.tensor([1, 1, 3])).flash is None
+    assert QueryRows(torch.tensor([1, 1, 3]), (5,)).flash is None
 
 
 def test_documents() -> None:
@@ -88,13 +89,13 @@ def test_documents() -> None:
 
 MEASURE = """
 import torch
-from eyas.nn import Documents, packed_attention
+from eyas_train.packed import QueryRows, packed_attention
 torch.set_num_threads(1)
 N, H = {N}, 4
 q, k, v = (torch.randn(N, H, 16, requires_grad=True) for _ in range(3))
 later = [torch.randn(6, N, H, 16, requires_grad=True) for _ in range(2)]
 rows = torch.arange(N)
-queries = Documents((N,)).query_rows(rows)
+queries = QueryRows(rows, (N,))
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far

@@ -8,6 +8,7 @@ module imports none of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -27,7 +28,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ray": {"parts": ("fleet", "training", "workers")},
     "train": {
         "commands": ("accelerate", "datastore", "export", "features", "push", "regenerate", "train"),
-        "parts": ("block_loss", "flash"),
+        "parts": ("adapt", "losses"),
         "saves": ("dflash", "dflash2", "dspark"),
     },
 }
@@ -53,6 +54,7 @@ def command_of(extra: str) -> str:
     return f"pip install 'eyas[{extra}]' (in a clone: pip install {folders})"
 
 
+@cache
 def part(name: str, subject: str) -> Any:
     """Return the module that a distribution registers as entry point `name` of the group "eyas.parts".
 

@@ -27,6 +27,7 @@ from eyas.core.target import Target
 from eyas.drafters import find, mtp
 from eyas.errors import CheckpointError
 from eyas.nn import Documents
+from eyas_train.own_outputs import training_time_test
 from reference import plain_decode, run
 
 IDS = [0, 1, 3, 4, 5]  # outputs of layers
@@ -105,7 +106,7 @@ def our_logits(method: Any, target: Target, tokens_N: Tensor) -> Tensor:
     features_NF = target.encode(tokens_N[None], method.feature_layers)[0]
     rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
     with torch.no_grad():
-        hidden = method.net.training_time_test(features_NF, lambda i: method.embed(tokens_N[i]), rows_N, documents, 1)
+        hidden = training_time_test(method.net, features_NF, lambda i: method.embed(tokens_N[i]), rows_N, documents, 1)
         return method.head(hidden[0])  # type: ignore[no-any-return]
 
 

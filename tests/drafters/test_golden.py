@@ -13,10 +13,12 @@ from eyas import checkpoints, drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.tree import Tree
-from eyas.drafters import Drafter
+from eyas.drafters import Drafter, eagle1
 from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.nn import Documents
 from eyas.targets.loading import load_target
+from eyas_train.method_losses import packed
+from eyas_train.own_outputs import training_time_test
 from golden import GOLDEN, needs_golden
 from reference import run
 
@@ -79,9 +81,9 @@ def read_at_once(drafter: Drafter, features_NF: torch.Tensor, ids_N: torch.Tenso
     """The net's output at pairs (feature of a token, next token), by the way that training takes."""
     embeddings_ND, rows = drafter.target.embed(ids_N), torch.arange(len(ids_N))
     documents = Documents((len(ids_N),))
-    if hasattr(drafter.net, "packed"):
-        return drafter.net.packed(features_NF, embeddings_ND, rows, documents)
-    return drafter.net.training_time_test(features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
+    if isinstance(drafter.net, eagle1.Net):
+        return packed(drafter.net, features_NF, embeddings_ND, rows, documents)
+    return training_time_test(drafter.net, features_NF, lambda index: embeddings_ND, rows, documents, 1)[0]
 
 
 @pytest.mark.cover(case=14)

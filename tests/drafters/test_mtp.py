@@ -31,6 +31,7 @@ from eyas.drafters._mtp_net import LayoutCache, _twin, llama_net, load_net
 from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents, DraftKVCache
 from eyas_train import exports
+from eyas_train.own_outputs import module_steps
 from reference import plain_decode, run
 
 TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}
@@ -154,16 +155,16 @@ def test_steps_of_training_are_those_of_drafting(family: str) -> None:
     ids_N = torch.randint(target.vocab_size, (13,), generator=torch.Generator().manual_seed(1))
     features_ND = torch.cat([target.encode(part[None], drafter.feature_layers)[0] for part in ids_N.split(lengths)])
     embed = lambda index: drafter.embed(ids_N[index])  # noqa: E731
-    found = drafter.net.training_time_test(features_ND, embed, rows_M, Documents(lengths), steps)
+    found = module_steps(drafter.net, features_ND, embed, rows_M, Documents(lengths), steps)
     for m, row in enumerate(rows_M.tolist()):
         begin = 0 if row < 7 else 7
         hidden_ND, embeddings_ND = features_ND[begin : row + 1], embed(torch.arange(begin, row + 1) + 1)
         for step in range(steps):
             N = len(hidden_ND)
             causal_11NN = torch.full((N, N), -torch.inf).triu(1)[None, None]
-            output_ND = drafter.net._run(
-                hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN
-            )[0]
+            output_ND = drafter.net.run(hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN)[
+                0
+            ]
             torch.testing.assert_close(found[step][m], output_ND[-1], atol=1e-5, rtol=1e-4)
             hidden_ND = torch.cat([hidden_ND, output_ND[-1:]])
             embeddings_ND = torch.cat([embeddings_ND, embed(torch.tensor([min(row + 2 + step, 12)]))])
@@ -177,8 +178,13 @@ def test_loss_is_the_cross_entropy_of_every_step() -> None:
     batch = heads.batch_of(target, target.num_layers)
     counted = heads.predictions(batch, 3)
     rows = sorted({t for _, t, _ in counted})
-    outputs = drafter.net.training_time_test(
-        batch.features_NF, lambda index: drafter.embed(batch.tokens_N[index]), torch.tensor(rows), batch.documents, 3
+    outputs = module_steps(
+        drafter.net,
+        batch.features_NF,
+        lambda index: drafter.embed(batch.tokens_N[index]),
+        torch.tensor(rows),
+        batch.documents,
+        3,
     )
     expected = torch.zeros(())
     for step, t, goal in counted:
@@ -209,7 +215,7 @@ def test_a_new_module_predicts_as_the_feature_does() -> None:
         net = mtp.Method.init_for_training(target).net
         feature_1ND = target.encode(torch.arange(3, 9)[None], (target.num_layers,))
         with torch.no_grad():
-            output_1ND = net.training_time_test(feature_1ND[0], target.embed, torch.arange(5), Documents((6,)), 1)[0]
+            output_1ND = module_steps(net, feature_1ND[0], target.embed, torch.arange(5), Documents((6,)), 1)[0]
         alike = torch.nn.functional.cosine_similarity(output_1ND, feature_1ND[0, :5])
         assert (alike > 0.99).all()
         assert (output_1ND.norm(dim=-1) / feature_1ND[0, :5].norm(dim=-1) - 1).abs().max() < 0.2
@@ -273,7 +279,7 @@ def test_our_layer_computes_what_transformers_does(family: str) -> None:
     hidden_1ND = target.encode(torch.arange(3, 15)[None], (target.num_layers,))
     embeddings_1ND, position_1N = target.embed(torch.arange(4, 16)[None]), torch.arange(12)[None]
     causal_11NN = torch.full((12, 12), -torch.inf).triu(1)[None, None]
-    expected = drafter.net._run(hidden_1ND, embeddings_1ND, position_1N, None, causal_11NN)
+    expected = drafter.net.run(hidden_1ND, embeddings_1ND, position_1N, None, causal_11NN)
     shape = own.layer.attention.shape
     cache = DraftKVCache(shape.num_kv_heads, shape.head_dim, 1, target.dtype, target.device, None)
     for begin, end in ((0, 7), (7, 9), (9, 12)):

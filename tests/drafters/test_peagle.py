@@ -20,6 +20,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import Documents
+from eyas_train.own_outputs import in_parallel
 
 SMALL = {"head.layers": "0,1,3", "head.depth": 3}
 
@@ -73,7 +74,7 @@ def test_masks_behind_every_slot(target: Target) -> None:
     features_NF = torch.cat([target.encode(part[None], drafter.feature_layers)[0] for part in ids_N.split(lengths)])
     mask_D = drafter.embed(torch.tensor([7]))[0]
     embed = lambda index: drafter.embed(ids_N[index])  # noqa: E731
-    found = drafter.net.in_parallel(features_NF, embed, mask_D, rows_M, Documents(lengths), levels)
+    found = in_parallel(drafter.net, features_NF, embed, mask_D, rows_M, Documents(lengths), levels)
     fused_ND, mask_hidden_D = drafter.net.fuse(features_NF), drafter.net.fuse(drafter.net.mask_hidden)
     for m, row in enumerate(rows_M.tolist()):
         begin = 0 if row < 7 else 7

@@ -14,6 +14,7 @@ from eyas.drafters._eagle3_net import LaterLayer
 from eyas.nn import Attention, Documents, LayerShape
 from eyas_train.data import Example
 from eyas_train.fitting import attend_to_itself, copy_layer, least_squares, own_attention
+from eyas_train.packed import QueryRows, attend_packed
 from eyas_train.start import fit_of, fit_start
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
@@ -56,7 +57,7 @@ def test_slots_attend_to_themselves() -> None:
     position_N = documents.position_N()
     keys = attention.rotated_key_value(x_ND, position_N)
     with torch.no_grad():
-        found = attention.attend_packed(x_ND, position_N, documents.query_rows(torch.arange(100)), keys)
+        found = attend_packed(attention, x_ND, position_N, QueryRows(torch.arange(100), documents.lengths), keys)
         alone = own_attention(attention, x_ND)
     assert (found - alone).norm() < 0.2 * alone.norm()
 
@@ -76,7 +77,7 @@ def test_a_copied_layer_computes_the_targets(kv_heads: int) -> None:
     x_ND, position_N = layer.input_norm(before_ND), documents.position_N()
     keys = layer.attention.rotated_key_value(x_ND, position_N)
     with torch.no_grad():
-        attended = layer.attention.attend_packed(x_ND, position_N, documents.query_rows(rows), keys)
+        attended = attend_packed(layer.attention, x_ND, position_N, QueryRows(rows, documents.lengths), keys)
         found = target.family.base.norm(layer.finish(before_ND, attended))  # type: ignore[operator]
     torch.testing.assert_close(found, after_ND, rtol=1e-4, atol=1e-4)
 

@@ -20,6 +20,7 @@ from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.nn import Documents
 from eyas_train import exports
+from eyas_train.own_outputs import in_parallel, training_time_test
 from heads import make
 from interop_engines import compute
 
@@ -66,7 +67,7 @@ def test_logits_of_parallel_heads(
         with torch.no_grad():
             mask_D = llm.target.embed(torch.tensor([method.mask_token]))[0]
             embed = embeddings_of(llm.target, tokens_N)
-            hidden = method.net.in_parallel(features[name], embed, mask_D, rows_N, documents, STEPS)
+            hidden = in_parallel(method.net, features[name], embed, mask_D, rows_N, documents, STEPS)
             ours_INV = torch.stack([method.head(hidden_ND) for hidden_ND in hidden])
         # behind the last slot the next token is not known; the class also draws masks before the text, at slot -1
         known_M = (theirs["slots"] >= 0) & (theirs["slots"] < len(tokens_N) - 1)
@@ -143,5 +144,5 @@ def logits(method: Any, target: Any, tokens_N: Tensor, features_NF: Tensor) -> T
     """Our logits [steps, N, V']."""
     rows_N, documents = torch.arange(len(tokens_N)), Documents((len(tokens_N),))
     with torch.no_grad():
-        hidden = method.net.training_time_test(features_NF, embeddings_of(target, tokens_N), rows_N, documents, STEPS)
+        hidden = training_time_test(method.net, features_NF, embeddings_of(target, tokens_N), rows_N, documents, STEPS)
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])

@@ -11,12 +11,9 @@ requests end. The texts do not change, as every draft is verified by the distrib
 
 from __future__ import annotations
 
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from eyas.api import LLM
 from eyas.core.drafter import Drafter
@@ -24,7 +21,7 @@ from eyas.drafters import DraftMethod
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import CheckpointError, OptionError
 
-__all__ = ["HeadMismatchError", "head_of", "load_like", "put", "swap_draft", "with_net"]
+__all__ = ["HeadMismatchError", "head_of", "kept_names", "load_like", "put", "swap_draft"]
 
 
 class HeadMismatchError(CheckpointError):
@@ -97,7 +94,7 @@ def _sizes(head: EagleMethod) -> dict[str, Any]:
 
 def prepare(head: DraftMethod) -> None:
     """Make the copies that decoding needs, so that no cycle waits for them."""
-    for name in _cached(head):
+    for name in kept_names(head):
         getattr(head, name)
 
 
@@ -106,16 +103,7 @@ def put(drafter: EagleMethod, head: EagleMethod) -> None:
     drafter.__dict__ = dict(vars(head))
 
 
-def with_net(drafter: EagleMethod, net: nn.Module) -> EagleMethod:
-    """Return the same method with another net, and without the copies that were made of the old one."""
-    other = copy(drafter)
-    for name in _cached(drafter):
-        vars(other).pop(name, None)
-    other.net = net
-    return other
-
-
-def _cached(drafter: Drafter) -> set[str]:
+def kept_names(drafter: Drafter) -> set[str]:
     """Return the names of all that a drafter computes once, of which each may hold its weights."""
     kinds = type(drafter).__mro__
     return {name for kind in kinds for name, value in vars(kind).items() if isinstance(value, cached_property)}

@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from eyas import elsewhere
 from eyas.blocks._net import BlockFormat, BlockNet, Extras
 from eyas.checkpoints import Weights
 from eyas.core.cache import KVCache, slot_mask
@@ -31,7 +30,7 @@ from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters import Batch, DraftMethod, Loss
+from eyas.drafters import DraftMethod
 from eyas.drafters.tools import (
     MARGIN,
     DraftNetSteps,
@@ -197,25 +196,6 @@ class BlockMethod(DraftMethod):
         net = random_net(lambda: BlockNet(layer, new.depth, width, target.vocab_size, extras), target, seed)
         return cls(target, options, net, layer, layers, block_format)
 
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return a head whose layers add nothing yet, whose convolutions change nothing, and whose Markov head and
-        selector prefer no token."""
-        method = cls.random(target, options, seed, counts_V)
-        with torch.no_grad():
-            for layer in method.net.typed_layers:
-                layer.attention.o.weight.zero_()
-                layer.mlp.down.weight.zero_()
-                for convolution in (layer.attention_conv, layer.mlp_conv):
-                    if convolution is not None:
-                        convolution.kernel.weight.zero_()
-            for prefers in (method.net.markov, method.net.selector):
-                if prefers is not None:
-                    prefers.after.weight.zero_()
-        return method
-
     def weights(self) -> Weights:
         net, block_format = self.net, self.block_format
         config = {
@@ -305,18 +285,6 @@ class BlockMethod(DraftMethod):
 
     def describe(self) -> dict[str, Any]:
         return {**self.tree.describe(), "block": self.block_format.block}
-
-    # --- training
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the loss of blocks at random anchors (`eyas_train.block_loss`). Raise CheckpointError for a head whose
-        parts are not trained."""
-        if not self.block_format.is_plain or self.draft_ids_v is not None:
-            raise CheckpointError(
-                "this head has windows or a vocabulary of its own, and such heads are not trained here"
-            )
-        found: Loss = elsewhere.part("block_loss", f"training of {self.label}").block_loss(self, batch, generator)
-        return found
 
 
 class BlockSession(DraftSession):

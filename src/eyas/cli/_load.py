@@ -101,16 +101,14 @@ def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions,
         if adapt.adapt_save is not None:
             raise UsageError("--adapt-save needs --adapt")
         return load(model, draft, options)
-    from eyas.adapt import adapting
-
-    return adapting(load(model, draft, options), share=adapt.adapt_percent / 100)
+    learning = elsewhere.part("adapt", "--adapt")
+    llm: LLM = learning.LearningLLM(load(model, draft, options), learning.Settings(share=adapt.adapt_percent / 100))
+    return llm
 
 
 def save_adapted(llm: LLM, options: AdaptOptions) -> None:
-    from eyas.adapt import LearningLLM
-
-    if isinstance(llm, LearningLLM) and options.adapt_save is not None:
-        llm.save_draft(options.adapt_save)
+    if options.adapt and options.adapt_save is not None:
+        llm.save_draft(options.adapt_save)  # type: ignore[attr-defined]  # of a LearningLLM
 
 
 def plain_decoding(llm: LLM) -> LLM:

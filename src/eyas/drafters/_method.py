@@ -52,7 +52,7 @@ class DraftMethod(Drafter):
         summary: one line for `eyas methods`.
         needs_weights: whether the method has a net that must be loaded.
         head_format: the value of `Weights.method` in the checkpoints that it loads.
-        trainable: whether `loss` is implemented.
+        trainable: whether there is a `loss`.
         train_feature_layers: as `feature_layers`, for `loss`, which may read more.
         trained_length: tokens of the longest sequence that the net was trained on, if known.
         target_fingerprint: fingerprint of the target that the net was trained for, if its checkpoint has one.
@@ -109,16 +109,24 @@ class DraftMethod(Drafter):
             counts_V: how often each token counts in the training data, to choose a draft
                 vocabulary.
         """
-        return cls.random(target, options, seed)
+        from eyas import elsewhere  # decoding does without it
+
+        method: DraftMethod = elsewhere.part("losses", "training").new_head(cls, target, options, seed, counts_V)
+        return method
 
     def weights(self) -> Weights:
         """Return the weights and configuration to save as a checkpoint."""
         raise NotImplementedError(f"{type(self).__module__} has no weights to save")
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the training loss of a batch. `generator`, on the CPU, is the only source of
-        randomness."""
-        raise NotImplementedError(f"{type(self).__module__} cannot be trained")
+        """Return the training loss of a batch; of eyas' own methods the package eyas-train has it. `generator`, on the
+        CPU, is the only source of randomness."""
+        if not self.trainable:
+            raise NotImplementedError(f"{type(self).__module__} cannot be trained")
+        from eyas import elsewhere  # decoding does without it
+
+        found: Loss = elsewhere.part("losses", "training").loss(self, batch, generator)
+        return found
 
     def chain(self, depth: int) -> DraftMethod:
         """Return the same net, drafting chains of `depth` tokens: for measuring n-alpha."""

@@ -7,15 +7,12 @@ The result has the place of the target's feature after the final norm: the targe
 it, and so does the module itself in the next step. `LlamaNet` gives the same numbers by eyas' own layer, which kernels
 compute, for modules whose layer is LLaMA's. This module knows no session.
 
-Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use. In training: N packed
-tokens, M of them that count, T tokens of a document, m of them that count.
+Letters: R rows of a forward, N pairs, D hidden, W width of the cache in use.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +24,15 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 from eyas.core.cache import KVCache, Layout, additive_mask, layout_of
 from eyas.core.families import FULL, SLIDING, cache_argument_of
 from eyas.core.target import Target
-from eyas.drafters._nets import final_scale, place_net, seeded
+from eyas.drafters._nets import place_net, seeded
 from eyas.errors import CheckpointError, EyasError, ModelError, one_line
-from eyas.nn import DecoderLayer, Documents, DraftKVCache, LayerShape, RMSNorm, join_normed, norm_scale
+from eyas.nn import DecoderLayer, DraftKVCache, LayerShape, RMSNorm, join_normed
 
-__all__ = ["LayoutCache", "LlamaNet", "Net", "llama_net", "load_net", "new_net", "random_net"]
+__all__ = ["LayoutCache", "LlamaNet", "Net", "llama_net", "load_net", "random_net"]
 
 
 # a config's names for the number of modules
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-# names of the matrices whose products a layer adds to its input
-ADDED = ("o_proj.weight", "down_proj.weight", "down_proj")
 
 
 class LayoutCache(DraftKVCache):
@@ -86,63 +81,17 @@ class Net(nn.Module):
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftKVCache) -> Tensor:
         slot_W = torch.arange(cache.mask_R1NW.shape[-1], device=position_RN.device)
-        mask = self._mask(cache.mask_R1NW, slot_W, position_RN, hidden_RND.dtype)
-        return self._run(hidden_RND, embeddings_RND, position_RN, cache, mask)
-
-    def training_time_test(
-        self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_M: Tensor, documents: Documents, steps: int
-    ) -> list[Tensor]:
-        """Return the output [M, D] at the slots `rows_M` after each step of the training-time test
-        (EAGLE-3, section 3.2).
-
-        Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and
-        attends to the pairs of step 0 up to the slot, and to the pairs of steps 1 to i at the slot.
-
-        Args:
-            embed: index of a packed token [m] -> its embedding [m, D].
-            rows_M: int64, ascending.
-        """
-        by_document = list[list[Tensor]]()
-        for length, end in zip(documents.lengths, accumulate(documents.lengths), strict=True):
-            rows_m = rows_M[(rows_M >= end - length) & (rows_M < end)]
-            if len(rows_m):
-                by_document.append(self._document_steps(features_ND, embed, rows_m, end - length, steps))
-        if not by_document:
-            projection: Any = self.module.eh_proj
-            # so that a batch without such slots has a gradient
-            return [features_ND[:0] * projection.weight.sum()] * steps
-        return [torch.cat(outputs) for outputs in zip(*by_document, strict=True)]
-
-    def _document_steps(
-        self, features_ND: Tensor, embed: Callable[[Tensor], Tensor], rows_m: Tensor, begin: int, steps: int
-    ) -> list[Tensor]:
-        """Return the outputs [m, D] of `training_time_test` for the document that begins at a packed token."""
-        end, last = int(rows_m[-1]) + 1, len(features_ND) - 1
-        index_T, cache = torch.arange(begin, end, device=rows_m.device), DynamicCache()
-        position_m = rows_m - begin
-        key_position_W = index_T - begin
-        hidden_1ND, following_N, position_N = features_ND[None, begin:end], index_T + 1, key_position_W
-        allowed_NW = key_position_W <= key_position_W[:, None]
-        outputs = list[Tensor]()
-        for step in range(steps):
-            mask = self._mask(allowed_NW[None, None], key_position_W, position_N[None], hidden_1ND.dtype)
-            embeddings_1ND = embed(following_N.clamp(max=last))[None]
-            output_1ND = self._run(hidden_1ND, embeddings_1ND, position_N[None], cache, mask)
-            outputs.append(output_1ND[0] if step else output_1ND[0, position_m])
-            hidden_1ND, following_N, position_N = outputs[-1][None], rows_m + 2 + step, position_m + 1 + step
-            own_mm = torch.eye(len(rows_m), dtype=torch.bool, device=rows_m.device)
-            allowed_NW = torch.cat([allowed_NW if step else allowed_NW[position_m], own_mm], dim=1)
-            key_position_W = torch.cat([key_position_W, position_N])
-        return outputs
+        mask = self.mask(cache.mask_R1NW, slot_W, position_RN, hidden_RND.dtype)
+        return self.run(hidden_RND, embeddings_RND, position_RN, cache, mask)
 
     def layout(self, dtype: torch.dtype, device: torch.device) -> Layout:
         """Return the sizes that the module's layer caches, found by running it on one pair of zeros."""
         cache, zeros_11D = DynamicCache(), torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=device)
         with torch.no_grad():
-            self._run(zeros_11D, zeros_11D, torch.zeros(1, 1, dtype=torch.long, device=device), cache, None)
+            self.run(zeros_11D, zeros_11D, torch.zeros(1, 1, dtype=torch.long, device=device), cache, None)
         return layout_of(cache)
 
-    def _run(
+    def run(
         self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any, mask: Tensor | None
     ) -> Tensor:
         token_RN = position_RN + 1  # transformers counts a pair at the position of its second token
@@ -161,7 +110,7 @@ class Net(nn.Module):
         )
         return output if self.shared_norm is None else self.shared_norm(output)
 
-    def _mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
+    def mask(self, allowed_R1NW: Tensor, key_position_W: Tensor, position_RN: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [R, 1, N, W]. A sliding window hides committed slots only: a tree is
         never as deep as a window."""
         window = getattr(self.config, "sliding_window", None) if self.kind == SLIDING else None
@@ -214,28 +163,6 @@ def _random_net(target: Target, seed: int) -> Net:
             elif "norm" not in name:
                 nn.init.zeros_(weight)
     return place_net(Net(module, getattr(decoder, "rotary_emb", None), shared_norm), target)
-
-
-@torch.no_grad()
-def new_net(target: Target, seed: int) -> Net:
-    """Return a module that first predicts what the target's lm_head does from the feature that it
-    reads: `eh_proj` passes that feature on, the layer adds nothing yet, and the last norm brings it
-    to the size of the target's features.
-    """
-    net = random_net(target, seed)
-    module: Any = net.module
-    first = getattr(module.config, "mtp_hidden_states_first", False)
-    of_feature, of_embedding = module.eh_proj.weight.chunk(2, dim=1)[:: 1 if first else -1]
-    nn.init.eye_(of_feature)
-    nn.init.zeros_(of_embedding)
-    for name, weight in module.mtp_block.named_parameters():
-        if name.endswith(ADDED):
-            weight.zero_()
-    last_norm: Any = module.post_norm if net.shared_norm is None else net.shared_norm
-    if last_norm is not None:
-        scale_D = final_scale(target)
-        last_norm.weight += scale_D.square().mean().sqrt() - norm_scale(last_norm, torch.ones_like(scale_D))
-    return net
 
 
 def load_net(target: Target, folder: str | Path) -> Net:

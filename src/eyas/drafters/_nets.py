@@ -17,11 +17,11 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
-from eyas.nn import Attention, LayerShape, norm_scale, rope_factor
+from eyas.nn import Attention, LayerShape, rope_factor
 from eyas.targets.fingerprints import fingerprint
 
 __all__ = [
-    "EMBEDDING", "MARGIN", "check_head", "final_scale", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
+    "EMBEDDING", "MARGIN", "check_head", "init_matrices", "layer_config", "layer_numbers", "layer_shape",
     "load_head", "load_tensors", "mask_token", "place_net", "random_net", "saved_head", "seeded",
     "target_layer_shape", "target_sizes",
 ]  # fmt: skip
@@ -61,14 +61,6 @@ def init_matrices(net: nn.Module) -> None:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
-
-
-def final_scale(target: Target) -> Tensor:
-    """Return the scale [D] of the target's final norm; ones if that fails."""
-    norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
-    ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
-    scale = norm_scale(norms[-1], ones).to(target.device) if norms and target.hidden_size % 2 == 0 else ones
-    return scale if bool(scale.isfinite().all()) else ones
 
 
 def place_net(net: NetT, target: Target) -> NetT:

@@ -1,14 +1,19 @@
-"""Checks of option values."""
+"""Checks of option values, and options that several methods have."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Annotated
 
+from eyas.core.options import TRAINING
 from eyas.core.params import is_number, is_whole
 from eyas.errors import OptionError, near
 
-__all__ = ["check_choice", "check_decay", "check_number", "check_weight", "check_whole"]
+__all__ = ["OBJECTIVES", "SelfTraining", "check_choice", "check_decay", "check_number", "check_weight", "check_whole"]
+
+OBJECTIVES = ("distribution", "acceptance", "hybrid")  # of eyas_train.objectives
 
 
 def check_whole(group: str, least: int, **values: object) -> None:
@@ -39,3 +44,21 @@ def check_choice(option: str, value: object, known: Collection[object]) -> None:
     """Raise OptionError, with the nearest names, for a value that is not one of `known`."""
     if value not in known:
         raise OptionError(f"unknown {option} {value!r}; {near(str(value), list(map(str, known)))}")
+
+
+@dataclass(frozen=True)
+class SelfTraining:
+    """How a net is trained on its own outputs: the training-time test (EAGLE-3, section 3.2)."""
+
+    steps: Annotated[int, TRAINING] = 4
+    """Steps of the training-time test: draft tokens predicted one after another from each slot."""
+    decay: Annotated[float, TRAINING] = 0.8
+    """Step i weighs decay ** i."""
+    objective: Annotated[str, TRAINING] = "distribution"
+    """distribution: cross-entropy with the target's distribution; acceptance, hybrid: LK losses,
+    which train the probability that a drawn token is accepted."""
+
+    def __post_init__(self) -> None:
+        check_whole("ttt", 1, steps=self.steps)
+        check_decay("ttt.decay", self.decay)
+        check_choice("ttt.objective", self.objective, OBJECTIVES)

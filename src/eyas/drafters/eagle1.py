@@ -39,7 +39,6 @@ from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices, check_choices
 from eyas.drafters._eagle import EagleMethod, EagleSession, Window
 from eyas.drafters._grow import DraftNetSteps, grow_static
-from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
     check_head,
     layer_config,
@@ -53,8 +52,7 @@ from eyas.drafters._nets import (
 from eyas.drafters._options import check_choice
 from eyas.errors import InputError, OptionError
 from eyas.files import parse_json
-from eyas.losses import smooth_l1, soft_cross_entropy_of
-from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape
+from eyas.nn import DecoderLayer, DraftCache, LayerShape
 
 __all__ = ["VERIFICATIONS", "HeadOptions", "Method", "Net", "StaticTree"]
 
@@ -90,15 +88,6 @@ class Net(nn.Module):
         x_RND = self.join(hidden_RND, embeddings_RND)
         feature_RND = self.layer.decode(x_RND, x_RND, position_RN, cache)
         return torch.cat([embeddings_RND, feature_RND], dim=-1) if self.inputs == "unshifted" else feature_RND
-
-    def packed(self, hidden_ND: Tensor, embeddings_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """Return, for training, the predicted features [M, D] at the slots `rows_M` of packed documents."""
-        x_ND, position_N = self.join(hidden_ND, embeddings_ND), documents.position_N(hidden_ND.device)
-        attention, x_MD = self.layer.attention, x_ND[rows_M]
-        keys = attention.rotated_key_value(x_ND, position_N)
-        return self.layer.finish(
-            x_MD, attention.attend_packed(x_MD, position_N[rows_M], documents.query_rows(rows_M), keys)
-        )
 
 
 # The 25 choices of the EAGLE reference for 7B models, level by level; a digit is a rank among siblings.
@@ -307,43 +296,3 @@ class Method(EagleMethod):
         if self.options.verification == "block":
             description["verification"] = "block"
         return {**description, **super().describe()}
-
-    # --- training
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Smooth L1 between features + 0.1 x cross-entropy between the distributions that the
-        target's lm_head makes of them (section 4.2).
-
-        Slot t reads feature t (with noise U(-0.1, 0.1)) and token t+1, or the inputs of
-        `head.inputs`. Its output is compared with feature t+1, which predicts token t+2: the slot
-        counts if token t+2 counts.
-        """
-        tokens_N, features_ND = batch.tokens_N, batch.features_NF.to(self.dtype)
-        order_N = torch.arange(len(tokens_N), device=tokens_N.device)
-        goal_N = (order_N + 2).clamp(max=len(tokens_N) - 1)
-        rows_M = (batch.counted_N[goal_N] & (order_N + 2 < batch.documents.end_N(tokens_N.device))).nonzero()[:, 0]
-        embeddings_ND = self.embed(tokens_N.roll(-1)).to(self.dtype)
-        hidden_ND = self.net_inputs(tokens_N, features_ND + self._training_noise(batch, generator))
-        predicted_MD = self.net.packed(hidden_ND, embeddings_ND, rows_M, batch.documents)
-        true_MD = batch.features_NF[rows_M + 1]
-        feature_loss = smooth_l1(predicted_MD, true_MD)
-        token_loss, right = soft_cross_entropy_of(self.head, predicted_MD, true_MD, self.target.vocab_size)
-        sums = {
-            "feature_loss": feature_loss.detach(),
-            "token_loss": token_loss.detach(),
-            "accuracy": right,  # teacher-forced: the draft's best token is the target's
-        }
-        return Loss(feature_loss + 0.1 * token_loss, torch.tensor(len(rows_M), device=tokens_N.device), sums)
-
-    def _training_noise(self, batch: Batch, generator: torch.Generator | None) -> Tensor:
-        """Return the noise to add to the features, [N, D]; a scalar zero in evaluation, or with `noise` none."""
-        device = batch.features_NF.device
-        if self.options.noise == "none" or not self.net.training:
-            return torch.zeros((), dtype=self.dtype, device=device)
-        noise_ND = (torch.rand(batch.features_NF.shape, dtype=torch.float32, generator=generator) - 0.5).to(
-            device=device, dtype=self.dtype
-        ) * 0.2
-        if self.options.noise == "reference":
-            lengths = torch.tensor(batch.documents.lengths, device=device)
-            noise_ND = noise_ND * (512 / lengths.repeat_interleave(lengths))[:, None]
-        return noise_ND

@@ -8,9 +8,8 @@ In the tree the new hidden takes the place of the fused features. No loss ties i
 features, so more training data keeps paying (section 3). The net has a head of its own, over a
 draft vocabulary that may be smaller than the target's. The tree is EAGLE-2's.
 
-This file has options, weights and loss. `_eagle3_net.py` has the net, `_eagle.py` the session,
-which runs the net in each cycle, `_grow.py` grows the tree, and `_self_training.py` says what the
-training predicts.
+This file has options and weights. `_eagle3_net.py` has the net, `_eagle.py` the session,
+which runs the net in each cycle, `_grow.py` grows the tree, and `eyas_train.own_outputs` trains it.
 
 Training-time test (section 3.2): step 0 reads the target's features; step i reads at each slot the hidden
 of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
@@ -24,7 +23,6 @@ draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
@@ -37,11 +35,9 @@ from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, Window
 from eyas.drafters._eagle3_net import Architecture, Net
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._method import Batch, Loss
 from eyas.drafters._nets import (
     EMBEDDING,
     check_head,
-    final_scale,
     layer_config,
     layer_numbers,
     layer_shape,
@@ -50,13 +46,11 @@ from eyas.drafters._nets import (
     saved_head,
     target_layer_shape,
 )
-from eyas.drafters._options import check_weight, check_whole
-from eyas.drafters._self_training import Predictions, SelfTraining
+from eyas.drafters._options import SelfTraining, check_weight, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
-from eyas.losses import DraftLosses, draft_losses, smooth_l1
-from eyas.nn import Documents, LayerShape
+from eyas.nn import LayerShape
 
-__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
+__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest", "choose_draft_vocabulary"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
@@ -203,10 +197,10 @@ class Method(DynamicEagle):
         size = options.head.draft_vocab or MAX_DRAFT_VOCABULARY
         if draft_ids_v is None and size < target.vocab_size:
             draft_ids_v = torch.arange(size) * target.vocab_size // size
-        return cls._new(target, options, seed, draft_ids_v, **shape)
+        return cls.new(target, options, seed, draft_ids_v, **shape)
 
     @classmethod
-    def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+    def new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
         """Return a head with random weights over these tokens; None for the whole vocabulary."""
         layer = target_layer_shape(target, **shape)
         cls.check_window(options.window)
@@ -219,32 +213,6 @@ class Method(DynamicEagle):
         net = random_net(lambda: cls.net_class(layer, architecture), target, seed)
         draft_ids_v = None if draft_ids_v is None else draft_ids_v.to(target.device)
         return cls(target, options, net, layer, layers, draft_ids_v)
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return a head whose training begins: norm and head are copies of the target's, and the layers add nothing
-        yet. `eyas_train.start` fits the rest.
-
-        The draft vocabulary has the most frequent tokens of `counts_V`.
-        """
-        options = options or cls.Options()
-        ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
-        heads = {} if options.head.kv_heads is None else {"num_kv_heads": options.head.kv_heads}
-        method = cls._new(target, options, seed, ids_v, **heads)
-        net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)
-        with torch.no_grad():
-            net.fc.weight.zero_()
-            torch.nn.init.eye_(net.fc.weight[:, -D:])
-            for layer in (net.layer, *net.later_layers):
-                layer.attention.o.weight.zero_()
-                layer.mlp.down.weight.zero_()
-            net.norm.weight.copy_(final_scale(target))
-            if net.head is not None and weight is not None and weight.shape == (target.vocab_size, D):
-                rows_vD = weight if ids_v is None else weight[ids_v.to(weight.device)]
-                net.head.weight.copy_(rows_vD * target.family.logit_scale)  # a softcap is left out
-        return method
 
     def weights(self) -> Weights:
         architecture = self.net.architecture
@@ -279,74 +247,6 @@ class Method(DynamicEagle):
         net: Net = self.decoding_net
         normed = net.head_input(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
-
-    # --- training
-
-    @property
-    def ttt_options(self) -> TrainingTimeTest:
-        """How the net is trained on several predictions from each slot."""
-        test: TrainingTimeTest = self.options.ttt
-        return test
-
-    def hidden_by_step(
-        self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
-    ) -> list[Tensor]:
-        """Return the hidden [M, D] at the slots `rows_M` from which each step predicts; `documents` and
-        the rest as in the net's method."""
-        embed = self.packed_embeddings(batch)
-        return self.net.training_time_test(
-            features_NF, embed, rows_M, documents, steps, bool(self.gradient_checkpointing)
-        )
-
-    def packed_embeddings(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        """Return the function from indices of packed tokens [M] to their embeddings [M, D]."""
-        return lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the objective, by default the cross-entropy with the target's distribution over the draft
-        vocabulary, summed over the steps of the training-time test (section 3.2).
-
-        Step i at slot t predicts token t+2+i. It counts when that token counts and the target's own
-        best token is in the draft vocabulary. The loss counts as step 0 does: each token
-        once.
-        """
-        test = self.ttt_options
-        predictions = Predictions.from_batch(batch, test.steps)
-        losses, normed_KD = self.ttt_losses(batch, predictions, test)
-        total, sums = losses.total, predictions.figures(losses, test.steps)
-        if test.feature:
-            if self.shape.hidden_size != self.target.hidden_size:
-                raise OptionError("ttt.feature needs a head of the target's own hidden size; leave it at 0")
-            true_KD = batch.features_NF[predictions.before_U[predictions.position_K], -self.target.hidden_size :]
-            weight_K = test.decay**predictions.step_K * losses.is_counted_K
-            feature_loss = smooth_l1(normed_KD, true_KD, weight_K)
-            total = total + test.feature * feature_loss
-            sums["feature_loss"] = feature_loss.detach()
-        return Loss(total, losses.is_counted_K[predictions.step_K == 0].sum(), sums)
-
-    def ttt_losses(self, batch: Batch, predictions: Predictions, test: TrainingTimeTest) -> tuple[DraftLosses, Tensor]:
-        """Run the training-time test.
-
-        Returns:
-            the losses of the K predictions, weighted by decay ** step; and the normed hidden [K, D]
-            from which they are made.
-        """
-        step_K, rows_M = predictions.step_K, predictions.rows_M
-        features_NF = batch.features_NF[:, : len(self.feature_layers) * self.target.hidden_size].to(self.dtype)
-        assert self.net.head is not None, "train_feature_layers refuses such a head"
-        hidden = self.hidden_by_step(batch, features_NF, rows_M, batch.documents, test.steps)
-        normed_KD = self.net.head_input(torch.stack(hidden)[step_K, predictions.row_K])
-        losses = draft_losses(
-            normed_KD,
-            self.net.head.weight,
-            predictions.position_K,
-            test.decay**step_K,
-            len(predictions.before_U),
-            predictions.target_logits(batch.features_NF, self.target),
-            self.draft_ids_v,
-            objective=test.objective,
-        )
-        return losses, normed_KD
 
 
 def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:

@@ -17,14 +17,12 @@ U target positions (tokens that count), D hidden.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -34,16 +32,12 @@ from eyas.core.drafter import Capturable, CycleInput, Drafter, DraftSession
 from eyas.core.target import Target
 from eyas.drafters._eagle import DynamicEagle, EagleSession, Window
 from eyas.drafters._grow import DynamicTree
-from eyas.drafters._method import Batch, Loss
-from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, new_net, random_net
+from eyas.drafters._mtp_net import LayoutCache, Net, llama_net, load_net, random_net
 from eyas.drafters._nets import check_head, load_tensors, saved_head, target_layer_shape, target_sizes
-from eyas.drafters._self_training import Predictions, SelfTraining
+from eyas.drafters._options import SelfTraining
 from eyas.errors import CheckpointError, ModelError
-from eyas.losses import FrozenHead, draft_losses
 
-__all__ = ["Method", "Options"]
-
-log = logging.getLogger(__name__)  # the command line shows its messages
+__all__ = ["Method", "Net", "Options", "load_net", "own_checkpoint", "random_net"]
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,13 @@ class Method(DynamicEagle):
         Raise CheckpointError if there is none."""
         if source is not None and _is_trained_head(source):
             return super().from_pretrained(source, target, options)
-        return cls(target, options, load_net(target, source or _own_checkpoint(target)))
+        return cls(target, options, load_net(target, source or own_checkpoint(target)))
 
     @classmethod
     def load(cls, weights: Weights | None, target: Target, options: Any = None) -> Self:
         """Load a module that eyas trained; None for the module of the target's own checkpoint."""
         if weights is None:
-            return cls(target, options, load_net(target, _own_checkpoint(target)))
+            return cls(target, options, load_net(target, own_checkpoint(target)))
         weights = check_head(weights, cls.head_format, "MTP", target_sizes(target))
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
@@ -117,20 +111,6 @@ class Method(DynamicEagle):
     @classmethod
     def random(cls, target: Target, options: Any = None, seed: int = 0) -> Self:
         return cls(target, options, random_net(target, seed))
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        """Return the module of the target's checkpoint; a new one where it has none."""
-        try:
-            net, start = load_net(target, _own_checkpoint(target)), "the module in the target's checkpoint"
-        except CheckpointError:
-            net, start = new_net(target, seed), "a new module: the target's checkpoint has none"
-        log.info("mtp: training begins with %s", start)
-        method = cls(target, options, net)
-        method.is_new = start.startswith("a new")
-        return method
 
     def weights(self) -> Weights:
         config = {
@@ -160,28 +140,8 @@ class Method(DynamicEagle):
     def open(self, rows: int) -> DraftSession:
         return Session(self, rows)
 
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the objective, by default the cross-entropy with the target's distribution, summed over
-        the steps of the training-time test (EAGLE-3, section 3.2). The target's own lm_head reads
-        the module's outputs, and does not learn.
 
-        Step i at slot t predicts token t+2+i, and counts when that token counts. The count of the
-        loss is step 0's: each token once.
-        """
-        test: SelfTraining = self.options.ttt
-        predictions = Predictions.from_batch(batch, test.steps)
-        step_K, features_ND = predictions.step_K, batch.features_NF.to(self.dtype)
-        embed = lambda index: self.embed(batch.tokens_N[index]).to(self.dtype)  # noqa: E731
-        outputs = self.net.training_time_test(features_ND, embed, predictions.rows_M, batch.documents, test.steps)
-        losses = draft_losses(
-            torch.stack(outputs)[step_K, predictions.row_K], FrozenHead(self.head, self.target.vocab_size),
-            predictions.position_K, test.decay**step_K, len(predictions.before_U),
-            predictions.target_logits(batch.features_NF, self.target), objective=test.objective,
-        )  # fmt: skip
-        return Loss(losses.total, (step_K == 0).sum(), predictions.figures(losses, test.steps))
-
-
-def _own_checkpoint(target: Target) -> str:
+def own_checkpoint(target: Target) -> str:
     """Return the name of the checkpoint that the target was loaded from; raise CheckpointError if there is none."""
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors

@@ -33,14 +33,11 @@ from eyas.drafters import eagle3
 from eyas.drafters._eagle import EagleSession, Window
 from eyas.drafters._eagle3_net import ParallelNet
 from eyas.drafters._grow import DraftNetSteps, DynamicTree
-from eyas.drafters._method import Batch
 from eyas.drafters._nets import mask_token
-from eyas.drafters._options import check_choice, check_decay, check_whole
+from eyas.drafters._options import OBJECTIVES, check_choice, check_decay, check_whole
 from eyas.errors import CheckpointError
-from eyas.nn import Documents
-from eyas.objectives import OBJECTIVES
 
-__all__ = ["Method", "Options"]
+__all__ = ["Method", "Options", "ParallelNet"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class TrainMasks:
 
     def __post_init__(self) -> None:
         check_decay("train.decay", self.decay)
-        check_choice("train.objective", self.objective, tuple(OBJECTIVES))
+        check_choice("train.objective", self.objective, OBJECTIVES)
 
 
 @dataclass(frozen=True)
@@ -118,17 +115,9 @@ class Method(eagle3.Method):
         return method._with_masks(token, weights.config["levels"])
 
     @classmethod
-    def _new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+    def new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
         token = mask_token(options.head.mask_token, target, None)
-        return super()._new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
-
-    @classmethod
-    def init_for_training(
-        cls, target: Target, options: Any = None, seed: int = 0, counts_V: Tensor | None = None
-    ) -> Self:
-        method = super().init_for_training(target, options, seed, counts_V)
-        method.mask_token = mask_token(method.options.head.mask_token, target, counts_V)
-        return method
+        return super().new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
 
     def weights(self) -> Weights:
         base = super().weights()
@@ -140,21 +129,6 @@ class Method(eagle3.Method):
     def chain(self, depth: int) -> Self:
         """Return the method with a chain, at most as deep as the head was trained for."""
         return super().chain(depth)._with_masks(self.mask_token, self.levels)
-
-    @property
-    def ttt_options(self) -> eagle3.TrainingTimeTest:
-        train: TrainMasks = self.options.train
-        return eagle3.TrainingTimeTest(self.levels or self.options.head.levels, train.decay, objective=train.objective)
-
-    def hidden_by_step(
-        self, batch: Batch, features_NF: Tensor, rows_M: Tensor, documents: Documents, steps: int
-    ) -> list[Tensor]:
-        token_1 = torch.tensor([self.mask_token], device=features_NF.device)
-        mask_D = self.embed(token_1)[0].to(self.dtype)
-        embed = self.packed_embeddings(batch)
-        return self.net.in_parallel(
-            features_NF, embed, mask_D, rows_M, documents, steps, bool(self.gradient_checkpointing)
-        )
 
 
 class ParallelSession(EagleSession):

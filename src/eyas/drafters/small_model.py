@@ -29,24 +29,21 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eyas import checkpoints, tiny
 from eyas.checkpoints import Weights
-from eyas.core import families
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.params import is_number
 from eyas.core.target import Target
 from eyas.core.tree import Choices, Draft, TargetOutput, Verdict, chain_choices
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
-from eyas.drafters._method import Batch, DraftMethod, Loss
+from eyas.drafters._method import DraftMethod
 from eyas.drafters._nets import place_net, seeded
 from eyas.drafters._options import check_choice, check_whole
 from eyas.drafters.eagle1 import VERIFICATIONS, StaticTree
 from eyas.errors import CheckpointError, OptionError
-from eyas.losses import soft_cross_entropy
 from eyas.targets.fingerprints import fingerprint
 from eyas.targets.loading import load_target
 
@@ -291,28 +288,6 @@ class Method(DraftMethod):
             "noise": tree.noise,
         }
         return {**about, **({"verification": "block"} if self.block_verification else {}), **confidence}
-
-    # --- training
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
-        """Return the cross-entropy from the target's distribution to the model's, at every token whose successor
-        counts."""
-        tokens_N, documents, device = batch.tokens_N, batch.documents, batch.tokens_N.device
-        order_N = torch.arange(len(tokens_N), device=device)
-        next_N = (order_N + 1).clamp(max=len(tokens_N) - 1)
-        rows_M = (batch.counted_N[next_N] & (order_N + 1 < documents.end_N(device))).nonzero()[:, 0]
-        # causal: padding is never seen
-        tokens_RT = pad_sequence(list(torch.split(tokens_N, list(documents.lengths))), batch_first=True)
-        inside_RT = (
-            torch.arange(tokens_RT.shape[1], device=device) < torch.tensor(documents.lengths, device=device)[:, None]
-        )
-        hidden_RTD = self.draft_model.family.base(input_ids=tokens_RT, use_cache=False)[0]
-        logits_MV = families.head(self.draft_model.family, hidden_RTD[inside_RT][rows_M])[:, : self.vocab_size]
-        with torch.no_grad():
-            true_MV = self.target.head(batch.features_NF[rows_M].to(self.target.dtype))[:, : self.vocab_size]
-        total = soft_cross_entropy(logits_MV, true_MV)
-        right = (logits_MV.detach().argmax(-1) == true_MV.argmax(-1)).sum()
-        return Loss(total, torch.tensor(len(rows_M), device=device), {"accuracy": right})
 
 
 class LanguageModelSession(DraftSession):

@@ -25,7 +25,6 @@ from eyas.drafters._merge import Merged
 from eyas.drafters._nets import (
     MARGIN,
     check_head,
-    final_scale,
     layer_config,
     layer_numbers,
     layer_shape,
@@ -45,6 +44,6 @@ from eyas.drafters._options import check_choice, check_number, check_weight, che
 __all__ = [
     "MARGIN", "DraftNetSteps", "DynamicTree", "EagleMethod", "FeatureSession", "FusedTreeBuilder", "Index", "MatchRates",
     "Merged", "TextSession", "Window", "check_choice", "check_head", "check_number", "check_weight", "check_whole",
-    "final_scale", "grow_dynamic", "layer_config", "layer_numbers", "layer_shape", "load_head", "load_tensors", "mask_token", "place_net",
+    "grow_dynamic", "layer_config", "layer_numbers", "layer_shape", "load_head", "load_tensors", "mask_token", "place_net",
     "random_net", "saved_head", "seeded", "target_layer_shape", "target_sizes",
 ]  # fmt: skip

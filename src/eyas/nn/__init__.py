@@ -1,5 +1,5 @@
-"""Parts of draft nets in plain torch: LLaMA layers (`_layers`), their cache (`_cache`), attention over
-packed documents for training (`_packed`).
+"""Parts of draft nets in plain torch: LLaMA layers (`_layers`), their cache (`_cache`), packed documents of training
+(`_documents`).
 
 Runners replace layers by faster ones (`DecoderLayer.fused`, `RMSNorm.by_kernel`). This package
 knows no method and no target.
@@ -7,6 +7,7 @@ knows no method and no target.
 
 from eyas.nn._cache import DraftKVCache, DraftLayerCache
 from eyas.nn._compiled import Compiled
+from eyas.nn._documents import Documents
 from eyas.nn._layers import (
     Attention,
     CacheContents,
@@ -19,15 +20,13 @@ from eyas.nn._layers import (
     SwiGLU,
     grouped_attention,
     join_normed,
-    norm_scale,
     rope,
     rope_factor,
     rope_frequencies,
 )  # fmt: skip
-from eyas.nn._packed import Documents, QueryRows, packed_attention
 
 __all__ = [
     "Attention", "CacheContents", "Compiled", "DecoderLayer", "Documents", "DraftCache", "DraftKVCache",
-    "DraftLayerCache", "DraftSlots", "KeysValues", "LayerShape", "QueryRows", "RMSNorm", "SwiGLU", "grouped_attention",
-    "join_normed", "norm_scale", "packed_attention", "rope", "rope_factor", "rope_frequencies",
+    "DraftLayerCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm", "SwiGLU", "grouped_attention",
+    "join_normed", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip

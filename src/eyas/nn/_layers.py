@@ -1,8 +1,7 @@
 """The building blocks of LLaMA layers for draft nets.
 
 RoPE is computed in float32 from integer positions, so it is exact at any length and in any dtype of
-the net. Attention reads a cache during decoding (`forward`) and a packed sequence of documents
-during training (`attend_packed`).
+the net.
 Letters: R rows, N nodes or tokens, M tokens of a packed sequence, D hidden size, H heads, K
 key-value heads, h head size, W slots of the cache. This module knows no method and no target.
 """
@@ -20,11 +19,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eyas.errors import CheckpointError
-from eyas.nn._packed import QueryRows, packed_attention
 
 __all__ = [
     "Attention", "CacheContents", "DecoderLayer", "DraftCache", "DraftSlots", "KeysValues", "LayerShape", "RMSNorm",
-    "SwiGLU", "grouped_attention", "join_normed", "norm_scale", "rope", "rope_factor", "rope_frequencies",
+    "SwiGLU", "grouped_attention", "join_normed", "rope", "rope_factor", "rope_frequencies",
 ]  # fmt: skip
 
 
@@ -235,27 +233,10 @@ class Attention(nn.Module):
         out_RHNh = grouped_attention(q_RHNh, k_RKWh, v_RKWh, cache.mask_R1NW)
         return self.o(out_RHNh.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def attend_packed(
-        self, x_MD: Tensor, position_M: Tensor, queries: QueryRows, keys: KeysValues, later: Sequence[KeysValues] = ()
-    ) -> Tensor:
-        """Attend, in training, from the query rows to a packed sequence's keys, and to the keys of later steps at the
-        same rows."""
-        pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
-        out_MHh = packed_attention(self.query(x_MD, position_M), *keys, queries, pair)
-        return self.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
-
     def rotated_key_value(self, x: Tensor, position: Tensor) -> KeysValues:
         """Return rotated keys and values [..., K, h]."""
         k, v = self.key_value(x)
         return rope(k, position, self.frequency(x.device)), v
-
-
-def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
-    """Return the factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
-    norm without weights leaves as it is."""
-    signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
-    scale_1D: Tensor = norm(signs_D[None])
-    return scale_1D[0].to(ones_D.device) * signs_D
 
 
 class SwiGLU(nn.Module):

@@ -31,7 +31,7 @@ from eyas.checkpoints.causal_lm import FEATURE_FILE, FeatureConfig, feature_conf
 from eyas.core.drafter import CycleInput, DraftSession
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters import Batch, Loss, small_model
+from eyas.drafters import small_model
 from eyas.drafters.small_model import LanguageModelSession, NetShape, small_llama
 from eyas.drafters.tools import DraftNetSteps, DynamicTree, grow_dynamic, mask_token
 from eyas.errors import CheckpointError, OptionError, first_line
@@ -112,10 +112,6 @@ class Method(small_model.Method):
     def describe(self) -> dict[str, Any]:
         reads = {} if self.feature_input is None else {"features": list(self.feature_layers)}
         return {**self.dynamic.describe(), **reads}
-
-    def loss(self, batch: Batch, generator: Any = None) -> Loss:
-        """Raise NotImplementedError: such models are trained by their authors' code."""
-        raise NotImplementedError(f"{type(self).__module__} cannot be trained")
 
 
 class Session(LanguageModelSession):

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.blocks import BlockMethod, BlockNet, BlockTraining
 from eyas.drafters import Batch, Loss
-from eyas.nn import Documents, packed_attention
+from eyas.nn import Documents
+from eyas_train.packed import QueryRows, packed_attention
 
 __all__ = ["block_loss", "choose_anchors", "forward_packed"]
 
@@ -124,7 +125,7 @@ def forward_packed(
     (A, n, _), device = hidden_AnD.shape, features_NF.device
     position_N, context_ND = documents.position_N(device), net.context(features_NF)
     position_M = (position_N[anchor_A][:, None] + torch.arange(n, device=device)).flatten()
-    queries = documents.query_rows((anchor_A - 1).repeat_interleave(n))
+    queries = QueryRows((anchor_A - 1).repeat_interleave(n), documents.lengths)
 
     def attend(attention: Any, x_AnD: Tensor) -> Tensor:
         x_MD = x_AnD.flatten(0, 1)

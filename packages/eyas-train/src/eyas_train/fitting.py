@@ -25,9 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.nn import Attention, DecoderLayer, Documents, norm_scale
+from eyas.core.target import Target
+from eyas.nn import Attention, DecoderLayer, Documents
 
-__all__ = ["attend_to_itself", "before_others", "copy_layer", "least_squares", "own_attention", "sample_tokens", "told"]
+__all__ = [
+    "attend_to_itself",
+    "before_others",
+    "copy_layer",
+    "final_scale",
+    "least_squares",
+    "norm_scale",
+    "own_attention",
+    "sample_tokens",
+    "told",
+]
 
 RIDGE = 0.01  # of the inputs' mean variance: the weights of inputs that hardly vary stay small
 # deviation of queries and keys: a slot's score with itself is its square times the root of the head size
@@ -144,3 +155,19 @@ def _pairs(layer: DecoderLayer, theirs: nn.Module) -> Sequence[tuple[nn.Linear, 
                 return None
             pairs.append((ours, matrix))
     return pairs
+
+
+def norm_scale(norm: nn.Module, ones_D: Tensor) -> Tensor:
+    """Return the factors [D] of a norm, be they its weight or 1 + its weight: measured on an input that a
+    norm without weights leaves as it is."""
+    signs_D = ones_D - 2 * (torch.arange(len(ones_D), device=ones_D.device) % 2)  # mean 0, mean square 1
+    scale_1D: Tensor = norm(signs_D[None])
+    return scale_1D[0].to(ones_D.device) * signs_D
+
+
+def final_scale(target: Target) -> Tensor:
+    """Return the scale [D] of the target's final norm; ones if that fails."""
+    norms = [module for module in target.family.base.children() if "norm" in type(module).__name__.lower()]
+    ones = torch.ones(target.hidden_size, device=target.device, dtype=target.dtype)
+    scale = norm_scale(norms[-1], ones).to(target.device) if norms and target.hidden_size % 2 == 0 else ones
+    return scale if bool(scale.isfinite().all()) else ones

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from eyas.drafters import Batch, DraftMethod, eagle1, eagle3, mtp
-from eyas.drafters.tools import final_scale
-from eyas.nn import Documents, norm_scale
+from eyas.nn import Documents
 from eyas_train.data import Batches, Example
 from eyas_train.features import encode
 from eyas_train.fitting import (
     attend_to_itself,
     before_others,
     copy_layer,
+    final_scale,
     least_squares,
+    norm_scale,
     own_attention,
     sample_tokens,
     told,

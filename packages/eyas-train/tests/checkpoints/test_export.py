@@ -26,6 +26,8 @@ from eyas.errors import CheckpointError, InputError
 from eyas.nn import Documents
 from eyas_train.exports import export, export_formats
 from eyas_train.formats.vllm import bias_into_embedding
+from eyas_train.method_losses import packed
+from eyas_train.own_outputs import training_time_test
 from golden import same
 from heads import make
 
@@ -68,9 +70,9 @@ def logits(head: Weights, target: Target) -> Tensor:
     embed = target.embed if method.embed_tokens is None else method.embed_tokens.__getitem__
     with torch.no_grad():
         if head.method == "eagle1":
-            return method.head(method.net.packed(features_NF, embed(tokens_N.roll(-1)), rows_N, documents))
+            return method.head(packed(method.net, features_NF, embed(tokens_N.roll(-1)), rows_N, documents))
         features_NF = features_NF[:, : len(method.feature_layers) * target.hidden_size]
-        hidden = method.net.training_time_test(features_NF, lambda index: embed(tokens_N[index]), rows_N, documents, 2)
+        hidden = training_time_test(method.net, features_NF, lambda index: embed(tokens_N[index]), rows_N, documents, 2)
         return torch.stack([method.head(hidden_ND) for hidden_ND in hidden])
 
 

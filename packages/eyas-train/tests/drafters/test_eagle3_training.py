@@ -15,13 +15,14 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch
-from eyas.drafters._self_training import Predictions
 from eyas.drafters.eagle3 import Method, TrainingTimeTest
 from eyas.errors import FitError, OptionError
 from eyas.nn import Documents
 from eyas.targets.loading import load_target
 from eyas_train.data import Example
 from eyas_train.loop import TrainConfig, train
+from eyas_train.method_losses import ttt_losses
+from eyas_train.own_outputs import Predictions, training_time_test
 from golden import GOLDEN, needs_golden
 from reference import plain_decode, run
 
@@ -60,7 +61,7 @@ def test_the_seven_losses_and_gradients_of_the_reference() -> None:
     before_U = torch.cat([torch.arange(T) + 1, torch.arange(T) + 1 + T + extra])
     with torch.enable_grad():
         predictions = Predictions(rows_M, step_K, row_K, position_K, before_U)
-        found, _ = drafter.ttt_losses(batch, predictions, TrainingTimeTest(steps, 0.8))
+        found, _ = ttt_losses(drafter, batch, predictions, TrainingTimeTest(steps, 0.8))
         (found.total / (2 * T)).backward()
     for i, expected in enumerate(said["plosses"]):
         assert float(found.loss_K[step_K == i].sum() / (2 * T)) == pytest.approx(expected, abs=1e-4)
@@ -105,7 +106,8 @@ def test_training_rehearses_what_a_chain_does(variant: str, cycles: int, target:
     with torch.no_grad():
         features = target.encode(ids[None], drafter.feature_layers)[0]
         row = torch.tensor([len(prefix) - 2])  # the pair (feature before the root, root)
-        hidden = drafter.net.training_time_test(
+        hidden = training_time_test(
+            drafter.net,
             features, lambda index: drafter.embed(ids[index]), row, Documents((len(ids),)), 5
         )  # fmt: skip
     assert len(outputs) == 5
@@ -131,7 +133,8 @@ def test_only_rows_that_count_are_worked_out(target: Target) -> None:
     for part, feature, mark in zip(ids.split(lengths), features.split(lengths), counted.split(lengths), strict=True):
         n = len(part)
         with torch.no_grad():
-            every = drafter.net.training_time_test(
+            every = training_time_test(
+            drafter.net,
                 feature[:, : 3 * target.hidden_size], lambda index, part=part: drafter.embed(part[index]), torch.arange(n),
                 Documents((n,)), 3,
             )  # fmt: skip

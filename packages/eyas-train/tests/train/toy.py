@@ -17,9 +17,9 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import DraftSession
 from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod, Loss
-from eyas.losses import smooth_l1, soft_cross_entropy_of
 from eyas_train.data import Example, Examples
 from eyas_train.loop import TrainConfig, TrainResult, train
+from eyas_train.losses import smooth_l1, soft_cross_entropy_of
 
 VOCAB, WIDTH = 23, 8
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas import elsewhere
 from eyas.core.drafter import CycleInput, TreeSize
 from eyas.core.options import NEW_HEADS
 from eyas.core.sampling import apply_sampling_rows
@@ -23,7 +24,6 @@ from eyas.core.tree import Choices, Draft, Tree
 from eyas.drafters import Batch, Loss
 from eyas.drafters.tools import DynamicTree, check_whole
 from eyas.errors import OptionError
-from eyas.losses import draft_losses
 
 __all__ = [
     "HeadCount", "HeadsTree", "RankTree", "best_children", "heads_loss", "lm_head_like"
@@ -149,6 +149,7 @@ def heads_loss(
         objective: tokens: learn the tokens of the data; distribution: learn the target's
             distribution after the tokens before them.
     """
+    training = elsewhere.part("losses", "training")
     tokens_N, N, device = batch.tokens_N, len(batch.tokens_N), batch.tokens_N.device
     order_N, end_N = torch.arange(N, device=device), batch.documents.end_N(device)
     total, count = torch.zeros((), dtype=torch.float32, device=device), torch.zeros((), dtype=torch.long)
@@ -168,7 +169,7 @@ def heads_loss(
         hidden_MD, weight_VD = read(k, rows_M)
         every_M = torch.arange(M, device=device)
         weight_M = torch.full_like(every_M, decay**k, dtype=torch.float)
-        guesses = draft_losses(hidden_MD, weight_VD, every_M, weight_M, M, teacher)
+        guesses = training.draft_losses(hidden_MD, weight_VD, every_M, weight_M, M, teacher)
         total = total + guesses.total
         right[k] = guesses.is_correct_K.sum()
         if k == 0:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas import elsewhere
 from eyas.checkpoints import Weights
 from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
@@ -149,7 +150,9 @@ class Net(nn.Module):
             return features_ND[rows_M]
         x_ND, position_N = prefix.input_norm(features_ND), documents.position_N(features_ND.device)
         keys = prefix.attention.rotated_key_value(x_ND, position_N)
-        attended = prefix.attention.attend_packed(x_ND[rows_M], position_N[rows_M], documents.query_rows(rows_M), keys)
+        training = elsewhere.part("losses", "training")
+        queries = training.QueryRows(rows_M, documents.lengths)
+        attended = training.attend_packed(prefix.attention, x_ND[rows_M], position_N[rows_M], queries, keys)
         return prefix.norm(prefix.finish(features_ND[rows_M], attended))  # type: ignore[no-any-return]
 
 

@@ -1,52 +1,46 @@
-"""An LLM whose head learns while it answers, and what a server asks of its head."""
+"""What a server asks of its head. Learning itself is in the package eyas-train (`eyas_train.adapt`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from eyas.adapt.learner import Learner, Settings
-from eyas.adapt.recording import Private
+from eyas import elsewhere
 from eyas.adapt.swap import head_of, load_like, put
 from eyas.api import LLM
-from eyas.core.engine import Decoder
+from eyas.core.features import RowFeature
+from eyas.core.requests import Request, RequestFeature
+from eyas.core.target import Target
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import EyasError, one_line
 
 log = logging.getLogger("eyas.serve.adapt")  # the server shows what is logged below eyas.serve
 
-__all__ = ["Heads", "LearningLLM", "adapting"]
+__all__ = ["Heads", "Private", "PrivateRow", "adapting"]
 
 
-class LearningLLM(LLM):
-    """An LLM with a learner, which makes its steps when a call of `generate` or a stream has ended."""
+class Private(RequestFeature):
+    """Feature that keeps a request private: the learner gets nothing of its text."""
 
-    def __init__(self, llm: LLM, settings: Settings | None = None) -> None:
-        self.learner = Learner(llm.drafter, settings)
-        super().__init__(llm.target, self.learner.drafter, llm.tokenizer, llm.draft_name, llm.policy)
-
-    def take_decoder(
-        self, rows: int = 1, reuse: bool = False, adapter: str | None = None
-    ) -> tuple[Decoder, Callable[[], None]]:
-        decoder, give_back = super().take_decoder(rows, reuse, adapter)
-
-        def rest() -> None:
-            give_back()
-            while self.learner.rest():
-                pass
-
-        return decoder, rest
-
-    def save_draft(self, folder: str | Path) -> None:
-        """Write the head as it is now into a folder of its own; `eyas.load(draft=folder)` reads it."""
-        self.learner.save(folder, self.draft_name)
+    def open(self, request: Request, target: Target) -> RowFeature:
+        return PrivateRow()
 
 
-def adapting(llm: LLM, **settings: Any) -> LearningLLM:
-    """Return the LLM with a head that learns from what it answers. `settings`: see `Settings`."""
-    return LearningLLM(llm, Settings(**settings))
+class PrivateRow(RowFeature):
+    """Marks a row whose text is not kept."""
+
+
+def adapting(llm: LLM, **settings: Any) -> Any:
+    """Return an `eyas_train.adapt.LearningLLM`: the LLM with a head that learns from what it answers.
+
+    Args:
+        settings: see `eyas_train.adapt.Settings`.
+
+    Raises:
+        OptionError: the package eyas-train is not installed, or the head cannot learn.
+    """
+    learning = elsewhere.part("adapt", "a head that learns")
+    return learning.LearningLLM(llm, learning.Settings(**settings))
 
 
 class Heads:
@@ -62,7 +56,7 @@ class Heads:
         self.llm, self.folder = llm, folder
         self.given = llm.draft_name
         self.failed = False  # whether a step has failed
-        self.learner: Learner | None = getattr(llm, "learner", None)
+        self.learner: Any = getattr(llm, "learner", None)  # eyas_train.adapt.Learner
 
     def load(self, source: str) -> EagleMethod:
         """Return a head that may take the place of the one in use. Takes a while, and changes nothing.
@@ -86,7 +80,7 @@ class Heads:
         if self.learner is None or self.failed:
             return False
         try:
-            return self.learner.rest(idle)
+            return bool(self.learner.rest(idle))
         except (EyasError, RuntimeError, MemoryError) as error:
             self.failed = True
             log.warning("the head learns no more: %s", one_line(error, 200))

@@ -12,13 +12,21 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.checkpoints.safeailab import NAMES
+from eyas.drafters import _options
 from eyas.drafters.eagle1 import Method
-from eyas.losses import FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of
 from eyas.nn import Documents
-from eyas.objectives import OBJECTIVES
 from eyas.targets.loading import load_target
+from eyas_train.losses import (
+    FrozenHead,
+    draft_losses,
+    smooth_l1,
+    soft_cross_entropy,
+    soft_cross_entropy_of,
+)
+from eyas_train.method_losses import packed
+from eyas_train.objectives import OBJECTIVES
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+GOLDEN = Path(__file__).parents[5] / "shared" / "golden"
 
 
 def plain_smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
@@ -63,8 +71,9 @@ def test_chunks_change_nothing(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 @pytest.mark.parametrize("rows", [0, 21])
 def test_through_the_head(chunk: int, rows: int) -> None:
-    """From features through a head: same value and gradient as with all logits at once; agreement is that of the
-    argmaxes. The head gets no gradient even where its weights ask for one, as those of a freshly loaded model do."""
+    """From features through a head: same value and gradient as with all logits at once; agreement
+    is that of the argmaxes. The head gets no gradient even where its weights ask for one, as those
+    of a freshly loaded model do."""
     predicted, true = arguments(3, rows, 5)
     linear = nn.Linear(5, 13, dtype=torch.float64)
 
@@ -83,7 +92,8 @@ def test_through_the_head(chunk: int, rows: int) -> None:
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under autocast."""
+    """bfloat16 has 8 bits: a sum over a vocabulary kept in it would be off by percents. Also under
+    autocast."""
     generator = torch.Generator().manual_seed(4)
     predicted, true = (torch.randn(8, 500, generator=generator).bfloat16() for _ in range(2))
     expected = plain_cross_entropy(predicted.double(), true.double())
@@ -92,8 +102,9 @@ def test_half_precision_is_summed_in_float32() -> None:
         distance = smooth_l1(predicted, true)
     assert value.dtype == distance.dtype == torch.float32
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
-    apart = plain_smooth_l1(predicted.double(), true.double())
-    torch.testing.assert_close(distance.double(), apart, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        distance.double(), plain_smooth_l1(predicted.double(), true.double()), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -156,8 +167,8 @@ def test_reference_losses_and_gradients_of_eagle1(chunked: bool) -> None:
     features, ids, mask = tensors["eagle1.hidden_states"], tensors["eagle1.input_ids"], tensors["eagle1.loss_mask"]
     documents, every = Documents((ids.shape[1],) * len(ids)), torch.arange(ids.numel())
     with torch.enable_grad():
-        predicted = net.packed(
-            features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents
+        predicted = packed(
+            net, features.flatten(0, 1), target.embed(ids).float().flatten(0, 1), every, documents
         ).view_as(features)
         valid = tensors["eagle1.attention_mask"].bool()
         torch.testing.assert_close(predicted[valid], tensors["eagle1.predict"][valid], atol=1e-4, rtol=0)
@@ -196,6 +207,11 @@ def plain_objective(name: str, p: Tensor, share: Tensor, logits: Tensor) -> tupl
     return weight * (p * (p / q).log()).sum(-1) + (1 - weight) * (1 - overlap), overlap
 
 
+def test_the_options_name_all_objectives() -> None:
+    """Guards the list of names in the engine, which does not import the objectives."""
+    assert tuple(OBJECTIVES) == _options.OBJECTIVES
+
+
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -227,8 +243,10 @@ def test_through_a_trained_head(chunk: int, reduced: bool, objective: str) -> No
     assert mine.is_correct_K.tolist() == ((chosen == best[answer]) & counts).tolist()
     assert counts.any()
     assert bool(counts.all()) != reduced
-    gradients = (torch.autograd.grad(3 * one, (hidden, head)) for one in (mine.total, total))
-    torch.testing.assert_close(*gradients)
+    for one, other in zip(
+        torch.autograd.grad(3 * mine.total, (hidden, head)), torch.autograd.grad(3 * total, (hidden, head)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
@@ -245,30 +263,39 @@ def test_through_a_frozen_head(chunk: int, objective: str) -> None:
     weight = torch.rand(guesses, generator=generator, dtype=torch.float64)
     head = FrozenHead(lambda x: 3 * torch.tanh(x @ weight_VD.T / 3), V)
     mine = draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective)
-    logits, share = head.logits(hidden), torch.ones(guesses, dtype=torch.float64)
-    each, overlap = plain_objective(objective, true.softmax(-1)[answer], share, logits)
+    logits = head.logits(hidden)
+    each, overlap = plain_objective(
+        objective, true.softmax(-1)[answer], torch.ones(guesses, dtype=torch.float64), logits
+    )
     total = (each * weight).sum()
     torch.testing.assert_close(mine.total, total)
     torch.testing.assert_close(mine.overlap_K, overlap.detach())
     assert mine.is_correct_K.tolist() == (logits.argmax(-1) == true.argmax(-1)[answer]).tolist()
-    torch.testing.assert_close(*(torch.autograd.grad(3 * one, hidden)[0] for one in (mine.total, total)))
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * mine.total, hidden)[0], torch.autograd.grad(3 * total, hidden)[0]
+    )
     assert weight_VD.grad is None
     with torch.no_grad():
-        again = draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective)
-    torch.testing.assert_close(again.total, total.detach())
+        torch.testing.assert_close(
+            draft_losses(hidden, head, answer, weight, answers, lambda part: true[part], None, chunk, objective).total,
+            total.detach(),
+        )
 
 
 def draft_of(logits: Tensor, true: Tensor, objective: str) -> tuple[Tensor, Tensor]:
     """The loss of draft logits [K, V] compared with the target's, row by row, and its gradient."""
     rows, D = torch.arange(len(logits)), logits.shape[-1]
-    hidden, ones = logits.clone().requires_grad_(), torch.ones(len(rows))
-    found = draft_losses(hidden, torch.eye(D), rows, ones, len(rows), lambda part: true[part], objective=objective)
+    hidden = logits.clone().requires_grad_()
+    found = draft_losses(
+        hidden, torch.eye(D), rows, torch.ones(len(rows)), len(rows), lambda part: true[part], objective=objective
+    )
     return found.loss_K, torch.autograd.grad(found.total, hidden)[0]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_target_itself_is_the_best_draft(objective: str) -> None:
-    """Every objective is least at q = p, and one step against the gradient gets nearer to it. Deterministic."""
+    """Every objective is least at q = p, and one step against the gradient gets nearer to it.
+    Deterministic."""
     generator = torch.Generator().manual_seed(7)
     true, other = torch.randn(2, 5, 9, generator=generator)
     loss, gradient = draft_of(other, true, objective)

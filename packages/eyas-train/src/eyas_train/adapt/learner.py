@@ -30,17 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas import checkpoints
-from eyas.adapt.guard import NEW, PairedTrial
-from eyas.adapt.recording import Recorded, RecordingSession, Texts, batch_of
-from eyas.adapt.swap import check_same, head_of, prepare, put, with_net
+from eyas.adapt.swap import check_same, head_of, kept_names, prepare, put
 from eyas.core.drafter import Drafter
 from eyas.core.target import ModelRunner
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
+from eyas_train.adapt.guard import NEW, PairedTrial
+from eyas_train.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 
 __all__ = ["Learner", "Settings"]
 
@@ -123,7 +123,7 @@ class Learner:
     def _study(self, head: EagleMethod) -> None:
         with torch.inference_mode(False):
             net = deepcopy(head.net).float().train().requires_grad_()
-        self.student = with_net(head, net)
+        self.student = _with_net(head, net)
         self.student.target = head.target.run_with(ModelRunner())  # kernels have no gradients
         self._parameters = list(net.parameters())
         self._optimizer = torch.optim.AdamW(self._parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -231,7 +231,7 @@ class Learner:
         with torch.inference_mode(False), torch.no_grad():
             net = deepcopy(self.good.net)
             net.load_state_dict(self.student.net.state_dict())  # in the dtype of the head
-        self.new, self._since = with_net(self.good, net), 0
+        self.new, self._since = _with_net(self.good, net), 0
         prepare(self.new)
         if self.trial is None:
             self.trial = PairedTrial()
@@ -278,3 +278,12 @@ class Learner:
             "texts": len(self.texts.texts),
             "tokens": self.texts.tokens,
         }
+
+
+def _with_net(drafter: EagleMethod, net: nn.Module) -> EagleMethod:
+    """Return the same method with another net, and without the copies that were made of the old one."""
+    other = copy(drafter)
+    for name in kept_names(drafter):
+        vars(other).pop(name, None)
+    other.net = net
+    return other

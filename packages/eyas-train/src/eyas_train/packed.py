@@ -19,50 +19,20 @@ head size, I later steps, b rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas import elsewhere
-from eyas.errors import OptionError
+from eyas.nn import Attention, KeysValues
+from eyas_train.flash import attention_of
 
-__all__ = ["Documents", "QueryRows", "packed_attention"]
+__all__ = ["QueryRows", "attend_packed", "packed_attention"]
 
 BLOCK = 128  # query rows at a time
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The lengths of the documents of a packed sequence, in tokens."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    def begin_N(self, device: torch.device | None = None) -> Tensor:
-        """Return, int64, the index of the first token of each token's document."""
-        begins = torch.tensor([0, *accumulate(self.lengths)][:-1], dtype=torch.long)
-        return begins.repeat_interleave(torch.tensor(self.lengths)).to(device)
-
-    def end_N(self, device: torch.device | None = None) -> Tensor:
-        """Return, int64, the index after the last token of each token's document."""
-        return torch.tensor(list(accumulate(self.lengths))).repeat_interleave(torch.tensor(self.lengths)).to(device)
-
-    def position_N(self, device: torch.device | None = None) -> Tensor:
-        """Return, int64, each token's position within its document."""
-        return torch.arange(self.tokens, device=device) - self.begin_N(device)
-
-    def query_rows(self, rows_M: Tensor) -> QueryRows:
-        """Return these tokens, int64 and ascending, as queries of attention within their documents."""
-        return QueryRows(rows_M, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -89,14 +59,9 @@ class QueryRows:
 
     @cached_property
     def flash(self) -> Callable[..., Tensor] | None:
-        """Attention of these rows by torch's flash kernels; None without eyas-train, and where a token is several
-        queries, as in the training of block heads."""
-        if bool((self.rows_M.diff() == 0).any()):
-            return None
-        with suppress(OptionError):
-            found: Callable[..., Tensor] = elsewhere.part("flash", "training").attention_of(self.lengths, self.rows_M)
-            return found
-        return None
+        """Attention of these rows by torch's flash kernels; None where a token is several queries, as in the training of
+        block heads."""
+        return None if bool((self.rows_M.diff() == 0).any()) else attention_of(self.lengths, self.rows_M)
 
 
 def packed_attention(
@@ -109,7 +74,7 @@ def packed_attention(
     """Return the attention [M, H, h] of the query rows, causal within documents, and to the keys of later steps at the
     same row.
 
-    On CUDA torch's flash kernels compute it in half precision, if eyas-train is installed; else `_Packed` does.
+    On CUDA torch's flash kernels compute it in half precision; else `_Packed` does.
 
     Args:
         q_MHh, key_NKh, value_NKh: rotated; H is a multiple of K.
@@ -122,6 +87,20 @@ def packed_attention(
         return queries.flash(q_MHh, key_NKh, value_NKh, later_IMKh)
     out: Tensor = _Packed.apply(q_MHh, key_NKh, value_NKh, *later_IMKh, queries.rows_M, queries.blocks)  # type: ignore[no-untyped-call]
     return out
+
+
+def attend_packed(
+    attention: Attention,
+    x_MD: Tensor,
+    position_M: Tensor,
+    queries: QueryRows,
+    keys: KeysValues,
+    later: Sequence[KeysValues] = (),
+) -> Tensor:
+    """Attend from the query rows to a packed sequence's keys, and to the keys of later steps at the same rows."""
+    pair = (torch.stack([k for k, _ in later]), torch.stack([v for _, v in later])) if later else None
+    out_MHh = packed_attention(attention.query(x_MD, position_M), *keys, queries, pair)
+    return attention.o(out_MHh.flatten(1))  # type: ignore[no-any-return]
 
 
 def _scores(q_MHh: Tensor, key_NKh: Tensor, rows_M: Tensor, block: tuple[int, int, int, int]) -> Tensor:

@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.adapt.heads import PrivateRow
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
-from eyas.core.features import RowFeature
-from eyas.core.requests import Request, RequestFeature
-from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import Batch
 from eyas.drafters.tools import EagleMethod
 from eyas.nn import Documents
 
-__all__ = ["MAX_TEXT", "Private", "Recorded", "Text", "Texts"]
+__all__ = ["MAX_TEXT", "Recorded", "Text", "Texts"]
 
 MAX_TEXT = 512  # tokens of one text; of a longer one the end is kept
 MIN_COUNTED = 4  # tokens of an answer: from fewer there is nothing to learn
@@ -101,17 +99,6 @@ def batch_of(texts: Sequence[Text], device: torch.device) -> Batch:
     features_NF = torch.cat([text.features_TF for text in texts]).clone()
     documents = Documents(tuple(len(text.tokens) for text in texts))
     return Batch(tokens_N, features_NF, torch.tensor(counted, device=device), documents)
-
-
-class Private(RequestFeature):
-    """Feature that keeps a request private: the learner gets nothing of its text."""
-
-    def open(self, request: Request, target: Target) -> RowFeature:
-        return _PrivateRow()
-
-
-class _PrivateRow(RowFeature):
-    """Marks a row whose text is not kept."""
 
 
 class Recorded(Drafter):
@@ -230,7 +217,7 @@ class RecordingSession(DraftSession):
                 continue
             row.text, row.drafted = cycle_input.row_tokens[number], True
             features = cycle_input.features[number] if cycle_input.features else ()
-            row.private = any(isinstance(feature, _PrivateRow) for feature in features)
+            row.private = any(isinstance(feature, PrivateRow) for feature in features)
             if row.private:
                 row.parts, row.count = [], 0
             self.positions[number] = len(row.text) - 1

@@ -8,7 +8,7 @@ Two terms, both summed over the positions that count (EAGLE, section 3.2):
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head.
 `draft_losses` compares several predictions with one target distribution, as the steps of the
 training-time test need it (EAGLE-3, MTP modules): through an LM head that is trained itself and may
-have a draft vocabulary, or through a frozen one, by any of the objectives of `eyas.objectives`.
+have a draft vocabulary, or through a frozen one, by any of the objectives of `eyas_train.objectives`.
 Through a head the logits of a whole batch never exist: the gradient of each chunk of positions is
 computed together with its value, and only that is kept, [.., D] instead of [.., V]. Values and
 gradients are those of the plain formula.
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyas.objectives import OBJECTIVES, Objective
+from eyas_train.objectives import OBJECTIVES, Objective
 
 __all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
 
@@ -139,7 +139,7 @@ def draft_losses(
         draft_ids_v: int64; the target's ids of the draft vocabulary; None if the two vocabularies are
             the same.
         chunk_elements: draft logits in memory at a time.
-        objective: a name of `eyas.objectives.OBJECTIVES`.
+        objective: a name of `eyas_train.objectives.OBJECTIVES`.
     """
     draft_vocab_size = head.vocab_size if isinstance(head, FrozenHead) else len(head)
     elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * draft_vocab_size

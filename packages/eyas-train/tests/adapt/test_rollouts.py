@@ -12,8 +12,8 @@ import torch
 import eyas
 import zoo
 from eyas import checkpoints
-from eyas.adapt import Learner, Settings
 from eyas.core.target import Target
+from eyas_train.adapt import Learner, Settings
 from test_lossless import make
 
 

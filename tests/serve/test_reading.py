@@ -78,6 +78,14 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
         '{"t": %j}<|tool_call_end|><|tool_calls_section_end|>',
     ),
+    "llama4": (
+        "<|python_start|>", ["<|python_start|>", "<|python_end|>"], "<|python_start|>[f(t=%j)]<|python_end|>",
+    ),
+    "lfm2": (
+        "<|tool_list_start|>", ["<|tool_call_start|>", "<|tool_call_end|>"],
+        "<|tool_call_start|>[f(t=%j)]<|tool_call_end|>",
+    ),
+    "olmo3": ("<function_calls>", [], "<function_calls>f(t=%j)</function_calls>"),
     "minimax": (
         "<think></think><minimax:tool_call>", [],
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="t">%s</parameter>\n</invoke>\n</minimax:tool_call>',
@@ -312,6 +320,7 @@ def test_good_calls_and_broken_ones(name: str) -> None:
         .replace("<parameter=", "<param=")
         .replace("arg_key", "key")
         .replace("parameter name", "param name")
+        .replace("(t=", "(=")
     )
     llm = family(name)
     assert answer(llm, good + good)["tool_calls"] == [("f", {"t": "x"})] * 2
@@ -369,6 +378,7 @@ NAMED = f'{{"file-name": "x", "Basic LLM Chain": {CHAIN}}}'
         ("glm", "<tool_call>g-h<arg_key>file-name</arg_key><arg_value>x</arg_value><arg_key>Basic LLM Chain</arg_key>\n"
                 f"<arg_value>{CHAIN}</arg_value></tool_call>"),
         ("kimi", f"<|tool_call_begin|>functions.g-h:12<|tool_call_argument_begin|>{NAMED}<|tool_call_end|>"),
+        ("lfm2", f'<|tool_call_start|>[g-h(file-name="x", Basic LLM Chain={CHAIN})]<|tool_call_end|>'),
         ("harmony", f"<|start|>assistant to=functions.g-h<|channel|>commentary json<|message|>{NAMED}<|call|>"),
     ],
 )  # fmt: skip
@@ -397,6 +407,34 @@ def test_types_of_arguments(schema: Any, text: str, value: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"t": schema}}}}
     for name in ("qwen", "glm", "minimax"):
         assert answer(family(name), written(name, text), Tools((tool,))) == {"tool_calls": [("f", {"t": value})]}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'it\\'s \"so\", (no)'", "it's \"so\", (no)"), ("true", True), ("None", None), ("-1.5", -1.5), ('"\\ud83d\\ude00"', "\U0001f600"),
+        ("{'a': [1, 'b)']}", {"a": [1, "b)"]}), ("('a', 2)", ["a", 2]), ("'a\nb'", "a\nb"), (r"'\d'", r"\d"),
+        *((wrong, None) for wrong in ("b'x'", "open('x')", "1 +", "{1: {2}}", "1e999", "x", "'", "[", ")", "**x", "[" * 999)),
+    ],
+)  # fmt: skip
+def test_arguments_in_python(text: str, value: Any) -> None:
+    """Guards Llama 4, LFM2 and Olmo 3, which write calls in Python: literals become values; what is none is content."""
+    for name, written in (
+        ("lfm2", f"<|tool_call_start|>[f(t={text}), f()]<|tool_call_end|>"),
+        ("llama4", f"[f(t={text}), f()]"),
+    ):
+        made = answer(family(name), written)
+        if value is None and text != "None":
+            assert "tool_calls" not in made
+        else:
+            assert made == {"tool_calls": [("f", {"t": value}), ("f", {})]}
+    lines = answer(family("olmo3"), "Look.\n<function_calls>\nf(t=1)\nf(t=2,\n  n=3)\n</function_calls>")
+    assert lines == {"content": "Look.", "tool_calls": [("f", {"t": 1}), ("f", {"t": 2, "n": 3})]}
+
+
+@pytest.mark.parametrize("text", ["[1] A note.", "[x](y)", "[other(t=1)]", "[f(1)]", "[]"])
+def test_lists_that_are_no_calls(text: str) -> None:
+    assert answer(family("llama4"), text) == {"content": text}
 
 
 def test_other_forms_of_calls() -> None:

@@ -23,13 +23,19 @@ from eyas.serve.protocol.fields import GenerationBody
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Dialect, _chunks
 from eyas.serve.tools import tools_of
+from eyas.text import check_messages
+from eyas.text.forms import other_forms
 from serving import PROMPTS, TOOL_RESPONSE, Running, running, small_llm, tooled_llm
 
 HI = {"role": "user", "content": "Hi"}
 DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
 DIALECTS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-# a chat template as strict as Mistral's and Qwen's: one system text, at the beginning; ids of nine letters
-STRICT = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+# a chat template as strict as Mistral's and Qwen's: one system text, at the beginning; turns that alternate; ids of nine
+# letters
+STRICT = """{% set next = namespace(user=true) %}{% for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != next.user %}{{ raise_exception('turns alternate') }}{% endif %}{% set next.user = not next.user %}
+{%- endif %}{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
 {%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('the system comes first') }}{% endif %}
 {%- for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}{{ c.id }}{% endfor %}
 {%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif -%}
@@ -55,6 +61,15 @@ def in_dialect(
     listed = {"tools": [frames[path]({"name": name}) for name in tools]} if tools else {}
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     return {limit: tokens, **listed, **({} if choice is None else {"tool_choice": choice}), **body}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "see", "arguments": {}}}
+CHAT: list[dict[str, Any]] = [
+    HI, {"role": "user", "content": "Look"}, {"role": "assistant", "content": "Wait."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "sunny"},
+    {"role": "user", "content": "(a reminder)"},
+]  # fmt: skip
+ROLES = ["user", "assistant", "tool"]  # of these turns, where they alternate
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +174,31 @@ def test_system_messages_anywhere(strict: Running, path: str) -> None:
             strict, path, **in_dialect(path), messages=[{"role": "system", "content": "Be brief."}, late, *talk]
         )
     assert made.status_code == 200, made.text
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_turns_of_one_side_in_a_row(strict: Running, path: str) -> None:
+    """Guards Claude Code's reminders, which stand beside the result of a tool, and clients that send two messages at once:
+    templates whose turns alternate refused every further request."""
+    talk: list[Any] = [HI, {"role": "user", "content": "Look"}, {"role": "assistant", "content": "Wait."}]
+    if path == "/v1/messages":
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
+        use = {"type": "tool_use", "id": "1", "name": "see", "input": {}}
+        content = [result, {"type": "text", "text": "(a reminder)"}]
+        talk += [{"role": "assistant", "content": [use]}, {"role": "user", "content": content}]
+    elif path == "/v1/responses":
+        talk += [{"type": "function_call", "call_id": "1", "name": "see", "arguments": "{}"}]
+        talk += [{"type": "function_call_output", "call_id": "1", "output": "sunny"}]
+    else:
+        talk += [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "see", "arguments": "{}"}}]}]
+        talk += [{"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+    talk += [{"role": "user", "content": "(another)"}]
+    name = "input" if path == "/v1/responses" else "messages"
+    made = post(strict, path, **in_dialect(path), **{name: talk})
+    assert made.status_code == 200, made.text
+    form = next(form for form in other_forms(check_messages(CHAT)) if [one["role"] for one in form] == ROLES)
+    assert [one["content"] for one in form] == ["Hi\n\nLook", "Wait.", "sunny\n\n(a reminder)"]
+    assert form[1]["tool_calls"]
 
 
 # --- calls ----------------------------------------------------------------------------------------------

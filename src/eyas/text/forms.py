@@ -5,6 +5,8 @@ so a conversation could never go on after one message that the template does not
 
     systems      texts of the system after the first turn move into the user's turns, where the template wants the
                  system at the beginning; all of them do where it knows no system
+    turns        of the user's go on in the turn before, a tool's too, where the template wants turns that alternate; so
+                 do replies
     ids          of calls become nine letters and digits (Mistral's templates take no others)
     arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
                  between other text
@@ -31,8 +33,9 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 def other_forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
     """Yield each other form of a checked chat once, those that change least first."""
     seen = [list(chat)]
-    for systems, ids, arguments in product((_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS):
-        form = arguments(ids(systems(list(chat))))
+    changes = product((_same, _alternating), (_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS)
+    for turns, systems, ids, arguments in changes:
+        form = arguments(ids(turns(systems(list(chat)))))
         if form not in seen:
             seen.append(form)
             yield form
@@ -85,6 +88,20 @@ def _joined(messages: Chat) -> Mapping[str, Any]:
 
 def _parts(content: Any) -> list[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _alternating(chat: Chat) -> Chat:
+    """Return the chat without two turns of the user's, or two replies, in a row, and without a user's after a tool's."""
+    made: Chat = []
+    for message in chat:
+        role, before = message["role"], made[-1] if made else {}
+        if role == "user" and before.get("role") in ("user", "tool"):
+            made[-1] = _joined([before, message])
+        elif role == "assistant" == before.get("role") and "tool_calls" not in before:
+            made[-1] = {**message, **_joined([before, message])}
+        else:
+            made.append(message)
+    return made
 
 
 # --- calls ----------------------------------------------------------------------------------------------

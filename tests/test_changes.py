@@ -68,6 +68,19 @@ def other_module(model: Any, patch: PATCH) -> None:
     model.lm_head.weight.data.mul_(-1)
 
 
+def other_frequencies(model: Any, patch: PATCH) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def other_scale(model: Any, patch: PATCH) -> None:
+    model.model.layers[1].self_attn.scaling *= 9
+
+
+def other_epsilon(model: Any, patch: PATCH) -> None:
+    model.model.norm.variance_epsilon = 1e3
+    model.model.layers[1].input_layernorm.variance_epsilon = 1e3
+
+
 def hook(model: Any, patch: PATCH) -> None:
     model.model.layers[0].register_forward_hook(shifted)
 
@@ -94,8 +107,10 @@ def hook_everywhere(model: Any, patch: PATCH) -> None:
 
 
 HANDLES: list[Any] = []
+WARNED = ("hook", "forward", "scale", "epsilon")  # in names of changes that the kernels do not run
 CHANGES: list[Callable[[Any, PATCH], None]] = [
-    written, loaded, replaced, other_data, other_module, hook, hook_before, forward, forward_of_the_class, hook_everywhere,
+    written, loaded, replaced, other_data, other_module, other_frequencies, other_scale, other_epsilon,
+    hook, hook_before, forward, forward_of_the_class, hook_everywhere,
 ]  # fmt: skip
 
 
@@ -129,7 +144,7 @@ def test_an_llm_after_a_change(change: Callable[[Any, PATCH], None], monkeypatch
         assert "\n" not in str(caught.value)
     with (
         attached,
-        pytest.warns() if "hook" in change.__name__ or "forward" in change.__name__ else monkeypatch.context(),
+        pytest.warns() if any(word in change.__name__ for word in WARNED) else monkeypatch.context(),
     ):
         found = model.generate(prompt, **asked)
     assert found.tolist() == model.generate(prompt, **asked).tolist()
@@ -162,7 +177,7 @@ def test_a_hook_that_waits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [written, loaded, other_data, hook, forward_of_the_class])
+@pytest.mark.parametrize("change", [written, loaded, other_data, other_scale, hook, forward_of_the_class])
 def test_a_chat_after_a_change(change: Callable[[Any, PATCH], None], monkeypatch: PATCH) -> None:
     """Keys and values of the old weights were used again."""
     model = make()

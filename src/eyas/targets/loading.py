@@ -16,6 +16,8 @@ __all__ = [
     "AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of",
 ]  # fmt: skip
 
+SCALES = ("scaling", "attention_scaling", "variance_epsilon", "eps")  # numbers of layers that kernels copy
+CHANGING_ROPES = ("dynamic", "longrope")  # whose frequencies a forward writes
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 
 
@@ -63,8 +65,8 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role:
 
 
 def version_of(model: torch.nn.Module) -> Hashable:
-    """Return a key that changes when weights are replaced, moved, cast or written to in place (except through `.data`), and
-    when hooks or other forwards come or go: what kernels and kept keys do not follow."""
+    """Return a key that changes when weights or buffers are replaced, moved, cast or written to in place (except through
+    `.data`), and when scales, hooks or other forwards come or go: what kernels and kept keys do not follow."""
     everywhere = torch.nn.modules.module
     parts = [getattr(model.config, "_attn_implementation", None)]
     parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
@@ -72,6 +74,9 @@ def version_of(model: torch.nn.Module) -> Hashable:
         parts += [id(module), vars(module).get("forward"), type(module).forward]
         parts += [*module._forward_hooks, *module._forward_pre_hooks]
         parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
+        if not any(kind in str(vars(module).get("rope_type")) for kind in CHANGING_ROPES):
+            parts += map(vars(module).get, SCALES)
+            parts += [_version(buffer) for buffer in module._buffers.values() if buffer is not None]
     return tuple(parts)
 
 

@@ -224,6 +224,10 @@ def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
         path = tmp_path / f"{len(template)}.gguf"
         write_gguf(path, tokens=[TOKENS[0], "<|im_end|>", *TOKENS[1:]], template=template)
         assert eyas.load(path, "vanilla").eos == expected
+    path = tmp_path / "messages.gguf"  # gpt-oss: its turns hold several messages
+    tokens = ["<|return|>", "<|end|>", "<|call|>", *TOKENS[1:]]
+    write_gguf(path, tokens=tokens, template="{{ messages }}<|end|><|call|><|return|>")
+    assert eyas.load(path, "vanilla").eos == {0, 2}
 
 
 def test_transformers_gets_its_functions_back(file: Path) -> None:

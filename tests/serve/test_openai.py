@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -214,6 +216,19 @@ def test_unknown_fields_are_listed(server: Running) -> None:
         messages=messages("Hi"), extra_body={"chat_id": "x", "user": "me", "store": False}, **GREEDY
     )
     assert raw.headers["x-eyas-ignored-fields"] == "chat_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_effort_that_the_template_does_not_read(server: Running, path: str) -> None:
+    """Clients set it for every model: the request was refused."""
+    body: dict[str, Any] = {"messages": messages("Hi"), "max_tokens": 2, "reasoning_effort": "low"}
+    if path == "/v1/responses":
+        body = {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"}}
+    elif path == "/v1/messages":
+        body = {"messages": messages("Hi"), "max_tokens": 2, "output_config": {"effort": "low"}}
+    for stream in (False, True):
+        made = httpx2.post(server.url + path, json={"model": "tiny", "stream": stream, **body}, timeout=60)
+        assert (made.status_code, made.headers.get("x-eyas-ignored-fields")) == (200, "reasoning_effort"), made.text
 
 
 def test_request_id(server: Running) -> None:

@@ -92,7 +92,6 @@ def test_the_helper_for_streams(server: Running, llm: eyas.LLM) -> None:
         {"conversation": "conv_1"},
         {"tools": [{"type": "web_search"}]},
         {"tool_choice": {"type": "function", "name": "f"}},
-        {"reasoning": {"effort": "high"}},
         {"truncation": "auto"},
         {"include": ["message.output_text.logprobs"]},
         {"input": [{"type": "item_reference", "id": "x"}]},

@@ -13,7 +13,6 @@ from eyas.arguments import STRUCTURE_KEYWORDS, MediaIds
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
 from eyas.serve.access import request_id
-from eyas.serve.errors import ApiError
 from eyas.serve.limits import answer_tokens, check_count
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.marks import Grammar, grammar_of
@@ -113,11 +112,7 @@ def prompt_of(
     service: Service, messages: Sequence[Mapping[str, Any]], fields: TemplateFields, tools: Tools
 ) -> MediaIds:
     """Return the conversation with the tools that the model may call."""
-    template = str(service.tokenizer.chat_template)
-    if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
-        raise ApiError(
-            400, "this model's chat template has no reasoning effort: leave it out", param="reasoning_effort"
-        )
+    fields.check_effort(str(service.tokenizer.chat_template))
     listed = written_tools(service.tokenizer, tools)
     try:
         return service.render(list(map(_without_billing, messages)), **fields.template(), **listed)

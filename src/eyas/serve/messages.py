@@ -145,7 +145,7 @@ class CountBody(Body):
         chat.check()
         if chat.return_token_ids:
             raise ApiError(400, "messages hold no token ids: leave return_token_ids out", param="return_token_ids")
-        return chat.placed([place for _, place in made])
+        return chat.placed([place for _, place in made], self)
 
     def limits(self) -> dict[str, Any]:
         """Return the fields of a chat that say how the answer is sampled and where it ends."""

@@ -50,10 +50,17 @@ class TemplateFields(Body):
 
     _places: tuple[str, ...] = PrivateAttr(())
 
-    def placed(self, places: Sequence[str]) -> Self:
-        """Keep what a client of another dialect calls each message, for errors; returns the body itself."""
-        self._places = tuple(places)
+    def placed(self, places: Sequence[str], body: Body) -> Self:
+        """Keep what a client of another dialect calls each message, for errors, and whose body it is; returns the chat
+        itself."""
+        self._places, self._without_place = tuple(places), body._without_place
         return self
+
+    def check_effort(self, template: str) -> None:
+        """Note a reasoning effort that the chat template does not read."""
+        variable = "enable_thinking" if self.reasoning_effort == "none" else "reasoning_effort"
+        if self.reasoning_effort is not None and variable not in template:
+            self._without_place.append("reasoning_effort")
 
     def in_its_places(self, error: InputError) -> InputError:
         """Return an error about the messages in the words of the client's dialect."""

@@ -247,6 +247,10 @@ def test_layers_and_modes_that_change_after_loading() -> None:
         llm.generate(PROMPT, **ASKED)
     model.float()
     model.load_state_dict(make().state_dict())
+    model.config._attn_implementation = "flex_attention"  # given the mask of a tree, it writes past its memory
+    with pytest.raises(ModelError, match="have changed"):
+        llm.generate(PROMPT, **ASKED)
+    model.config._attn_implementation = "sdpa"
     model.train()
     with pytest.raises(ModelError, match="training mode"):
         llm.generate(PROMPT, **ASKED)

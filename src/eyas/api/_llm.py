@@ -69,7 +69,6 @@ class LLM:
         self.eos = _eos(target.model, tokenizer)
         self._views: dict[str, tuple[Target, Drafter, Policy | None]] = {target.adapter: (target, drafter, policy)}
         self._made, self._layers = version_of(target.model), tuple(target.family.layers)
-        self._backend = _backend(target.model)
         self._idle: tuple[tuple[object, ...], Decoder] | None = None  # (decoder_key, Decoder)
         self._structures: Structures | None = None  # made when a request first asks for one
 
@@ -390,7 +389,7 @@ class LLM:
             raise ModelError("the model is in training mode: call model.eval() first")
         version = version_of(model)
         edited = self._layers != tuple(family.layers) or all(one is not family.layers for one in family.base.modules())
-        edited |= model.dtype != self.target.dtype or _backend(model) not in (self._backend, *BACKENDS)
+        edited |= model.dtype != self.target.dtype or version[0] not in (self._made[0], *BACKENDS)
         if edited or (version != self._made and self.target.runner.name != "model"):
             raise ModelError(
                 "the model's weights, dtype, layers, hooks or forwards have changed since it was loaded: load it again, "
@@ -519,11 +518,6 @@ def _single(prompt: Any) -> Prompt:
         empty = "the prompt is empty: give at least one token"
         raise InputError(f"one prompt at a time, not {len(prompts)}" if prompts else empty)
     return prompts[0]
-
-
-def _backend(model: PreTrainedModel) -> Any:
-    """Return the name of the model's implementation of attention."""
-    return getattr(model.config, "_attn_implementation", None)
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -64,7 +64,7 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role:
         raise ModelError(f"{role} {name!r} cannot be run: {type(error).__name__}: {reason}") from error
 
 
-def version_of(model: torch.nn.Module) -> Hashable:
+def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
     """Return a key that changes when weights or buffers are replaced, moved, cast or written to in place (except through
     `.data`), and when scales, hooks or other forwards come or go: what kernels and kept keys do not follow."""
     everywhere = torch.nn.modules.module

@@ -120,8 +120,7 @@ def write_chat(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = tokenizer.get_chat_template(tools=listed)
-        if now is not None and TODAY in template:
-            template = _at(now, template)
+        template = template if now is None else _at(now, template)
         in_parts = _roles_in_parts(
             template, tuple((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
         )

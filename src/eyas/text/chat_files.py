@@ -107,9 +107,8 @@ def parse_chat_line(raw: bytes) -> Any:
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them. Several parts
-    of text stay parts, but for a reply's: the chat template decides what is between them, as for the server. Raise
-    InputError when it has neither form."""
+    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them; several parts of
+    text stay parts, which the template joins, but for a reply's. Raise InputError when it has neither form."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))

@@ -5,8 +5,7 @@ so a conversation could never go on after one message that the template does not
 
     systems      texts of the system after the first turn move into the user's turns, where the template wants the
                  system at the beginning; all of them do where it knows no system
-    turns        of the user's go on in the turn before, a tool's too, where the template wants turns that alternate; so
-                 do replies
+    turns        that do not alternate go on in the one before, a tool's too
     ids          of calls become nine letters and digits (Mistral's templates take no others)
     arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
                  between other text

@@ -17,7 +17,6 @@ __all__ = [
 ]  # fmt: skip
 
 SCALES = ("scaling", "attention_scaling", "variance_epsilon", "eps")  # numbers of layers that kernels copy
-CHANGING_ROPES = ("dynamic", "longrope")  # whose frequencies a forward writes
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 
 
@@ -74,7 +73,7 @@ def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
         parts += [id(module), vars(module).get("forward"), type(module).forward]
         parts += [*module._forward_hooks, *module._forward_pre_hooks]
         parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
-        if not any(kind in str(vars(module).get("rope_type")) for kind in CHANGING_ROPES):
+        if not any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope")):
             parts += map(vars(module).get, SCALES)
             parts += [_version(buffer) for buffer in module._buffers.values() if buffer is not None]
     return tuple(parts)

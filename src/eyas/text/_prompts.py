@@ -30,7 +30,6 @@ Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 RESERVED = ("conversations", "messages", "self")  # names that transformers and the template's language need themselves
-TODAY = "strftime_now"  # the function by which a template asks for the time
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|$)", re.DOTALL)
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -135,8 +134,7 @@ def _at(now: datetime, template: str) -> str:
     """Return a template that is told this time wherever it asks: under another name, as a compiled template is kept."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    name = f"{TODAY}_{now:%Y%m%d%H%M%S}"
-    dated = template.replace(TODAY, name)
+    dated = template.replace("strftime_now", name := f"strftime_now_{now:%Y%m%d%H%M%S}")
     _compile_jinja_template(dated).globals[name] = now.strftime
     return dated
 

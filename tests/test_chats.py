@@ -213,8 +213,15 @@ def test_templates_that_leave_the_systems_texts_out() -> None:
     hidden = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content | length }}{% endif %}{% endfor %}"
     assert written(hidden, SYSTEM, USER) == "3"
     assert written(hidden, USER, LATE) == "3"  # no form shows it: the template's own text stays
-    with pytest.raises(InputError, match=r"roles must alternate \(message 2\)"):
-        written(NONE, USER, USER)
+    with pytest.raises(InputError, match=r"roles must alternate \(message 1\)"):
+        written(NONE, SAID)
+
+
+def test_turns_that_do_not_alternate() -> None:
+    """Guards clients that send two messages at once, or a text beside the result of a tool: templates that want turns to
+    alternate refused every further request."""
+    assert written(NONE, USER, SYSTEM, USER, SAID, SAID) == "[user] Hi.\n\nBe kind.\n\nHi.[assistant] Yes.\n\nYes."
+    assert written(LENIENT, USER, USER) == "[user] Hi.[user] Hi."
 
 
 IDS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id | length != 9 %}

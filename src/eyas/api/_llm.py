@@ -31,6 +31,7 @@ from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
 from eyas.core.drafter import Drafter, method_name
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.families import BACKENDS
 from eyas.core.features import Constraint
 from eyas.core.requests import RequestFeature, check_steps
 from eyas.core.sampling import Sampling
@@ -372,7 +373,7 @@ class LLM:
             raise ModelError("the model is in training mode: call model.eval() first")
         version = version_of(model)
         edited = self._layers != tuple(family.layers) or all(one is not family.layers for one in family.base.modules())
-        edited |= model.dtype != self.target.dtype
+        edited |= model.dtype != self.target.dtype or version[0] not in (self._made[0], *BACKENDS)
         if edited or (version != self._made and self.target.runner.name != "model"):
             raise ModelError(
                 "the model's weights, dtype, layers, hooks or forwards have changed since it was loaded: load it again, "

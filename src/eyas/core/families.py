@@ -45,7 +45,7 @@ from eyas.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHUNKED", "FULL", "SLIDING", "Family", "cache_argument_of", "describe", "embed", "head"]
+__all__ = ["BACKENDS", "CHUNKED", "FULL", "SLIDING", "Family", "cache_argument_of", "describe", "embed", "head"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

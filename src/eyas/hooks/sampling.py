@@ -175,7 +175,8 @@ def _take_trailing(processors: Sequence[Any], settings: dict[str, Any]) -> list[
     """Return the processors before those that the engine does last; writes into `settings`."""
     left = list(processors)
     for kind, name in ((MinPLogitsWarper, "min_p"), (TopPLogitsWarper, "top_p"), (TopKLogitsWarper, "top_k")):
-        if left and type(left[-1]) is kind and left[-1].filter_value == -torch.inf and getattr(left[-1], name) > 0:
+        plain = left and type(left[-1]) is kind and left[-1].filter_value == -torch.inf
+        if plain and getattr(left[-1], "min_tokens_to_keep", 1) == 1 and getattr(left[-1], name) > 0:
             settings[name] = getattr(left.pop(), name)
     if left and type(left[-1]) is TemperatureLogitsWarper and left[-1].temperature >= 1e-5:
         settings["temperature"] = left.pop().temperature

@@ -6,12 +6,15 @@ call:f{a:<|"|>x<|"|>}                                             Gemma
 <function=f><parameter=a>x</parameter></function>                 Qwen3-Coder, Qwen3.5, Seed-OSS, Nemotron
 <invoke name="f"><parameter name="a">x</parameter></invoke>       MiniMax, DeepSeek V3.2
 f<arg_key>a</arg_key><arg_value>x</arg_value>                     GLM
+[f(a="x")], or calls of Python one a line                         Llama 4, LFM2, Olmo 3
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +47,10 @@ TYPES: Schemas = {
     "integer": int, "number": int | float, "null": type(None), "object": dict, "array": list,
 }  # fmt: skip
 WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, as models write them
+PYTHON = re.compile(r"\s*([^\s\[\](){}<>\"'`,=:]+)\(")  # the beginning of a call in Python
+ARGUMENT = re.compile(r"[\s,]*([^\s(){}<>\"'`,=][^(){}<>\"'`,=]*?)\s*=")
+CLOSE = re.compile(r"[\s,]*\)[\s,;]*")
+PARTS = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([\[{(])|([\]})])|(,)|(["'])|[^\[\]{}(),"']+""", re.DOTALL)
 
 
 class UnfinishedError(ValueError):
@@ -55,6 +62,8 @@ def read_calls(text: str, tools: Schemas, last: bool = False) -> list[Function]:
     call. `tools`: schemas of arguments, which say which texts are numbers. `last`: nothing follows, so a final mark
     may lack."""
     text = text.strip()
+    if PYTHON.match(text.removeprefix("[")):
+        return functions_of(_calls_of_python(text))
     try:
         return functions_of(_values(text))
     except ValueError:
@@ -104,6 +113,53 @@ def _value(text: str, place: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise (UnfinishedError if error.msg.startswith("Unterminated string") else ValueError)(error.msg) from None
     return value, BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+
+
+def _calls_of_python(text: str) -> list[dict[str, Any]]:
+    """Return the calls of a text in Python, in a list or one a line: arguments have names, and are literals of Python or
+    of JSON."""
+    if text.startswith("["):
+        text = text.removeprefix("[").removesuffix("]")
+    calls, place = list[dict[str, Any]](), 0
+    while place < len(text):
+        head = PYTHON.match(text, place)
+        if head is None:
+            raise ValueError("no call")
+        place, arguments = head.end(), dict[str, Any]()
+        while key := ARGUMENT.match(text, place):
+            place = _literal_end(text, key.end())
+            arguments[key[1]] = _literal(text[key.end() : place].strip())
+        end = CLOSE.match(text, place)
+        if end is None:
+            raise ValueError("no argument")
+        place = end.end()
+        calls.append({"name": head[1], "arguments": arguments})
+    return calls
+
+
+def _literal_end(text: str, place: int) -> int:
+    """Return the place of the comma or the bracket that ends an argument."""
+    depth = 0
+    for part in PARTS.finditer(text, place):
+        if part[5]:
+            raise UnfinishedError("a string is open")
+        if depth == 0 and (part[3] or part[4]):
+            return part.start()
+        depth += bool(part[2]) - bool(part[3])
+    raise ValueError("a bracket is open")
+
+
+def _literal(text: str) -> Any:
+    """Return the value of a literal. Raise ValueError where it is none."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        text = text.replace("\n", "\\n") if text[:1] in ("'", '"') else text
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes that Python does not know
+            return json.loads(json.dumps(ast.literal_eval(text)))
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _named_arguments(text: str, bare: bool) -> Any:

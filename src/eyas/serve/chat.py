@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from eyas.arguments import STRUCTURE_KEYWORDS, Keywords, MediaIds, Messages
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
-from eyas.serve.errors import JsonObject, bad_request
+from eyas.serve.errors import JsonObject
 from eyas.serve.fields import Body, GenerationBody, Logprobs, Positive, Strict
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
@@ -61,10 +61,17 @@ class TemplateFields(Body):
 
     _places: tuple[str, ...] = PrivateAttr(())
 
-    def placed(self, places: Sequence[str]) -> Self:
-        """Keep what a client of another dialect calls each message, for errors; returns the body itself."""
-        self._places = tuple(places)
+    def placed(self, places: Sequence[str], body: Body) -> Self:
+        """Keep what a client of another dialect calls each message, for errors, and whose body it is; returns the chat
+        itself."""
+        self._places, self._without_place = tuple(places), body._without_place
         return self
+
+    def check_effort(self, template: str) -> None:
+        """Note a reasoning effort that the chat template does not read."""
+        variable = "enable_thinking" if self.reasoning_effort == "none" else "reasoning_effort"
+        if self.reasoning_effort is not None and variable not in template:
+            self._without_place.append("reasoning_effort")
 
     def in_its_places(self, error: InputError) -> InputError:
         """Return an error about the messages in the words of the client's dialect."""
@@ -163,9 +170,7 @@ def _text_of(content: Any) -> str:
 
 def prompt_of(service: Service, messages: Messages, fields: TemplateFields, tools: Tools) -> MediaIds:
     """Return the conversation with the tools that the model may call."""
-    template = str(service.tokenizer.chat_template)
-    if fields.reasoning_effort not in (None, "none", "medium") and "reasoning_effort" not in template:
-        raise bad_request("this model's chat template has no reasoning effort: leave it out", "reasoning_effort")
+    fields.check_effort(str(service.tokenizer.chat_template))
     listed = written_tools(service.tokenizer, tools)
     try:
         return service.render(list(map(_without_billing, messages)), **fields.template(), **listed)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, field_validator
 
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
@@ -86,6 +86,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    _without_place: list[str] = PrivateAttr(default_factory=list)  # fields that the model's chat template does not read
+
     def check(self) -> None:
         """Raise the ApiError for a field that is known and not served."""
         for name, value in (self.model_extra or {}).items():
@@ -99,9 +101,9 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        return sorted(
-            name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and self.neutral(name) is None
-        )
+        """The names of fields that change nothing because the server, or the model, does not know them."""
+        unknown = {name for name in self.model_extra or {} if name not in WITHOUT_EFFECT and self.neutral(name) is None}
+        return sorted(unknown.union(self._without_place))
 
     @property
     def response_headers(self) -> dict[str, str]:

@@ -35,19 +35,26 @@ CALLS: Table = {  # a call without a closing mark ends where the next one begins
     "[TOOL_CALLS]": (),  # Mistral
     "<|python_tag|>": (),  # Llama 3
     "{": (),  # Llama 3, where a call is the whole answer
+    "[": (),  # Llama 4, likewise, in Python's form
+    "<|python_start|>": ("<|python_end|>",),  # Llama 4
+    "<|tool_call_start|>": ("<|tool_call_end|>",),  # LFM2
+    "<function_calls>": ("</function_calls>",),  # Olmo 3
     "<｜tool▁call▁begin｜>": ("<｜tool▁call▁end｜>",),  # DeepSeek
     "<｜DSML｜function_calls>": ("</｜DSML｜function_calls>",),  # DeepSeek V3.2
     "<|tool_call_begin|>": ("<|tool_call_end|>",),  # Kimi
     "<minimax:tool_call>": ("</minimax:tool_call>",),
 }
-SIGNS = {
-    "<think>": "think>",
-    "<|channel>thought\n": "<channel|>",
-    "{": '{"name": function name, "parameters"',
-}  # of marks, in templates
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    "<think>": ("think>",),
+    "<|channel>thought\n": ("<channel|>",),
+    "{": ('{"name": function name, "parameters"',),
+    "[": ("[func_name1(params_name1=params_value1", "<|python_start|>"),
+    "<|tool_call_start|>": ("<|tool_list_start|>",),
+}  # of marks, in templates; others are their own
 AROUND_CALLS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
 )  # fmt: skip
+WHOLE = ("{", "[")  # marks of calls that are the whole answer
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"  # gpt-oss
 CHANNEL_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 WITHIN = (  # within calls and heads of channels
@@ -138,12 +145,12 @@ def grammar_of(llm: LLM, tools: Tools, structure: str = "") -> Grammar:
     first = Marks()
     for kind, table in tables.items():
         for begin, ends in table.items():
-            mark, prefix = spelled(begin, special), begin if begin in ("{", "<function=") else ""
-            closing = [spelled(end, special) for end in ends] or [mark] * (begin != "{")
+            mark, prefix = spelled(begin, special), begin if begin in (*WHOLE, "<function=") else ""
+            closing = [spelled(end, special) for end in ends] or [mark] * (begin not in WHOLE)
             first[mark] = Region(kind, Marks(dict.fromkeys(closing)), not ends, prefix)
     later = Marks(first)
     for mark, region in first.items():
-        called = region.kind == "call" and structure != "response_format" and mark != "{"
+        called = region.kind == "call" and structure != "response_format" and mark not in WHOLE
         if not called and mark not in heads and region.kind and "\ud800" not in mark:
             del later[mark]
     return Grammar(llm, tools, first, later, special, asked, channels, bool(structure))
@@ -159,7 +166,8 @@ def _named(text: str, template: Template) -> tuple[Table, Table]:
     """Return the marks of reasoning and of calls in the text of a template, or in the fields of a response template."""
     text = text.replace("\\", "")
     reasoning, calls = (
-        {mark: ends for mark, ends in known.items() if SIGNS.get(mark, mark) in text} for known in (REASONING, CALLS)
+        {mark: ends for mark, ends in known.items() if any(sign in text for sign in SIGNS.get(mark, (mark,)))}
+        for known in (REASONING, CALLS)
     )
     for name, field in template.get("fields", {}).items():
         table = reasoning if name in REASONING_FIELDS else calls if name == "tool_calls" else None

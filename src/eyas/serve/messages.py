@@ -120,7 +120,7 @@ class CountBody(Body):
         chat.check()
         if chat.return_token_ids:
             raise bad_request("messages hold no token ids: leave return_token_ids out", "return_token_ids")
-        return chat.placed([place for _, place in made])
+        return chat.placed([place for _, place in made], self)
 
     def limits(self) -> JsonObject:
         return {}

@@ -17,7 +17,7 @@ from typing import Any
 
 from eyas.serve.calls import Function, UnfinishedError, functions_of, read_calls
 from eyas.serve.errors import JsonObject
-from eyas.serve.marks import CHANNEL, MESSAGE, START, Grammar, Marks, Region, spelled
+from eyas.serve.marks import CHANNEL, MESSAGE, START, WHOLE, Grammar, Marks, Region, spelled
 from eyas.serve.records import Delta, Totals
 from eyas.text import Detokeniser
 
@@ -25,8 +25,8 @@ Part = JsonObject  # the beginning of OpenAI's `delta`
 SPECIAL = re.compile("\ud800[^\udfff]*\udfff")
 HALVES = re.compile("[\ud800\udfff]")
 CONTENT = Region("content")
-COMPLETE = re.compile(r"(?:[}\]`]|</(?:｜DSML｜)?(?:function|invoke)>)\s*\Z")  # of a call that lacks its closing mark
-CLOSES = re.compile(r'"|<escape>|</[｜\w]*(?:parameter|arg_value|function|invoke)>')  # closes an argument
+COMPLETE = re.compile(r"(?:[}\])`]|</(?:｜DSML｜)?(?:function|invoke)>)\s*\Z")  # of a call that lacks its closing mark
+CLOSES = re.compile(r'["\']|<escape>|</[｜\w]*(?:parameter|arg_value|function|invoke)>')  # closes an argument
 RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 
 
@@ -264,7 +264,7 @@ class Reader:
             return whole if last else None
         except (ValueError, RecursionError):
             return _by_template(self._grammar, HALVES.sub("", whole)) or whole
-        if region.prefix == "{" and not all(one["name"] in schemas for one in found):
+        if region.prefix in WHOLE and not all(one["name"] in schemas for one in found):
             return whole
         return found or (whole if region.prefix else body)
 

@@ -108,7 +108,9 @@ class ResponsesBody(GenerationBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return ChatBody.model_construct(**{**fields, **own}).placed([*(["the instructions"] if head else []), *places])
+        return ChatBody.model_construct(**{**fields, **own}).placed(
+            [*(["the instructions"] if head else []), *places], self
+        )
 
     def response_form(self) -> JsonObject | None:
         """Return `text.format` as the `response_format` of a chat."""

@@ -42,9 +42,11 @@ __all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 2  # version of the kept folders; a folder of another version is made again
-# as llama.cpp knows them
-ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>")
+FORMAT = 3  # version of the kept folders; a folder of another version is made again
+ENDS_OF_TURNS = (  # as llama.cpp knows them
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
+    "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
 DEFAULT_LIMIT_GB = 20.0
 RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
@@ -244,7 +246,9 @@ def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None)
     ids = [int(field.contents()) for field in fields.values() if field is not None]
     if fields["eot"] is None and tokenizer is not None:
         written, known = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
-        ids += [known[text] for text in ENDS_OF_TURNS if text in written and text in known]
+        # gpt-oss ends a message with it, and a turn has several
+        not_one = "<|end|>" if "<|return|>" in written else ""
+        ids += [known[text] for text in ENDS_OF_TURNS if text in written and text in known and text != not_one]
     return list(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
 

@@ -14,6 +14,7 @@ from eyas.targets.pretrained import DeviceMap, is_peft_model, read_model
 
 __all__ = ["AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of"]
 
+SCALES = ("scaling", "attention_scaling", "variance_epsilon", "eps")  # numbers of layers that kernels copy
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
 
 
@@ -60,9 +61,9 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role:
         raise ModelError(f"{role} {name!r} cannot be run: {type(error).__name__}: {reason}") from error
 
 
-def version_of(model: torch.nn.Module) -> Hashable:
-    """Return a key that changes when weights are replaced, moved, cast or written to in place (except through `.data`), and
-    when hooks or other forwards come or go: what kernels and kept keys do not follow."""
+def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
+    """Return a key that changes when weights or buffers are replaced, moved, cast or written to in place (except through
+    `.data`), and when scales, hooks or other forwards come or go: what kernels and kept keys do not follow."""
     everywhere = torch.nn.modules.module
     parts = [getattr(model.config, "_attn_implementation", None)]
     parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
@@ -70,6 +71,9 @@ def version_of(model: torch.nn.Module) -> Hashable:
         parts += [id(module), vars(module).get("forward"), type(module).forward]
         parts += [*module._forward_hooks, *module._forward_pre_hooks]
         parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
+        if not any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope")):
+            parts += map(vars(module).get, SCALES)
+            parts += [_version(buffer) for buffer in module._buffers.values() if buffer is not None]
     return tuple(parts)
 
 

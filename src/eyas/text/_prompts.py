@@ -26,7 +26,6 @@ Span = tuple[int, int]  # first and past the last character or token
 DEVELOPER = re.compile(r"""['"]developer['"]""")
 ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 RESERVED = ("conversations", "messages", "self")  # names that transformers and the template's language need themselves
-TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|call|return|start)\|>|$)", re.DOTALL)
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -111,8 +110,7 @@ def write_chat(
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = tokenizer.get_chat_template(tools=listed)
-        if now is not None:
-            template = TODAY.sub(lambda found: repr(now.strftime(found[2])), template)
+        template = template if now is None else _at(now, template)
         in_parts = _roles_in_parts(
             template, tuple((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
         )
@@ -121,6 +119,15 @@ def write_chat(
         return found[0][0], [(begin, end) for begin, end in found[1][0]] if marks else []
 
     return _written(write, chat)
+
+
+def _at(now: datetime, template: str) -> str:
+    """Return a template that is told this time wherever it asks: under another name, as a compiled template is kept."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    dated = template.replace("strftime_now", name := f"strftime_now_{now:%Y%m%d%H%M%S}")
+    _compile_jinja_template(dated).globals[name] = now.strftime
+    return dated
 
 
 @lru_cache(64)

@@ -4,6 +4,7 @@ take.
 
     systems      texts of the system after the first turn move into the user's turns, where the template wants the
                  system at the beginning; all of them do where it knows no system
+    turns        that do not alternate go on in the one before, a tool's too
     ids          of calls become nine letters and digits (Mistral's templates take no others)
     arguments    of calls that are not objects become an empty one; or arguments become JSON, which some templates put
                  between other text
@@ -28,8 +29,9 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 def other_forms(chat: Sequence[Message]) -> Iterator[Chat]:
     """Yield each other form of a checked chat once, those that change least first."""
     seen = [list(chat)]
-    for systems, ids, arguments in product((_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS):
-        form = arguments(ids(systems(list(chat))))
+    changes = product((_same, _alternating), (_same, _system_first, _no_system), (_same, _short_ids), ARGUMENTS)
+    for turns, systems, ids, arguments in changes:
+        form = arguments(ids(turns(systems(list(chat)))))
         if form not in seen:
             seen.append(form)
             yield form
@@ -78,6 +80,20 @@ def _joined(messages: Chat) -> Message:
 
 def _parts(content: Any) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _alternating(chat: Chat) -> Chat:
+    """Return the chat without two turns of the user's, or two replies, in a row, and without a user's after a tool's."""
+    made: Chat = []
+    for message in chat:
+        role, before = message["role"], made[-1] if made else {}
+        if role == "user" and before.get("role") in ("user", "tool"):
+            made[-1] = _joined([before, message])
+        elif role == "assistant" == before.get("role") and "tool_calls" not in before:
+            made[-1] = {**message, **_joined([before, message])}
+        else:
+            made.append(message)
+    return made
 
 
 def _short_ids(chat: Chat) -> Chat:

@@ -94,8 +94,8 @@ def parse_chat_line(raw: bytes) -> Any:
 
 
 def messages_of(record: Any) -> list[dict[str, Any]]:
-    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them; raise
-    InputError when it has neither."""
+    """Return the messages of a line in OpenAI's or ShareGPT's form, as `text.check_messages` returns them; several parts of
+    text stay parts, which the template joins, but for a reply's. Raise InputError when it has neither form."""
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"messages": [...]}')
     turns = record.get("messages", record.get("conversations"))
@@ -107,7 +107,12 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
     system = record.get("system")
     if isinstance(system, str) and system.strip() and not _is_system(messages[:1]):
         messages = [{"role": "system", "content": system}, *messages]
-    return check_messages(messages) if turns else []
+    return [_joined(message) for message in check_messages(messages, ("text",))] if turns else []
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    texts = [part["text"] for part in message["content"]]
+    return message if len(texts) > 1 and message["role"] != "assistant" else {**message, "content": "\n".join(texts)}
 
 
 def _is_system(messages: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import zoo
+from chat_data import CHATML, tokenizer_with
 from eyas import drafters
 from eyas.api import LLM
 from eyas.core.engine import Decoder, Request, Step
@@ -180,6 +181,19 @@ def test_a_turn_that_no_longer_fits_is_not_asked(llm: LLM, tmp_path: Path, monke
     asked = [(a.prompt, a.turn, a.turns) for a in answers if a.method == "vanilla"]
     assert asked == [("own/0", 0, 1), ("own/1", 0, 2), ("own/1", 1, 2)]
     assert run.run(tmp_path) == answers, "nothing is asked again"
+
+
+def test_marks_of_earlier_replies_stay() -> None:
+    """Bug: the special tokens of a reply, around reasoning or calls, were left out of the next turn's prompt."""
+    tokenizer, target = tokenizer_with(CHATML), Target(zoo.tiny("llama", vocab_size=400), "toy")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+    asked = LLM(target, drafters.find("vanilla")(target), tokenizer)
+    run = Bench(asked, [Drafting("vanilla", asked.drafter)], prompts=[Prompt("own/0", "task", ("One?", "Two?"))])
+    questions = run.questions(run.prompts[0], 0.0)
+    next(questions)
+    reply = tokenizer("<|call|>f<|call|>")["input_ids"]
+    prompt = list(questions.send(tuple(reply)).request.prompt)
+    assert any(prompt[place : place + len(reply)] == reply for place in range(len(prompt)))
 
 
 def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) -> None:

@@ -61,8 +61,9 @@ def is_trained(message: Mapping[str, Any], number: int) -> bool:
     """Return whether a message is a reply that counts: one that says something, and has weight.
     InputError as in `has_weight`.
     """
-    said = message["content"].strip() or _reasoning(message).strip() or message.get("tool_calls")
-    return message["role"] == "assistant" and has_weight(message, number) and bool(said)
+    if message["role"] != "assistant" or not has_weight(message, number):
+        return False
+    return bool(message["content"].strip() or _reasoning(message).strip() or message.get("tool_calls"))
 
 
 def has_weight(message: Mapping[str, Any], number: int) -> bool:

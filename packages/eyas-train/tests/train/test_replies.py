@@ -142,6 +142,19 @@ def test_parts_and_developers_are_read_as_the_server_reads_them(tmp_path: Path) 
     assert "Read this.\nWhat is it?" in tokenizer.decode(served)
 
 
+def test_parts_between_which_the_template_decides(tmp_path: Path) -> None:
+    """Guards templates that read content as a list of parts (Idefics3, Llava): training put a line break between the parts,
+    where the server asks without one."""
+    template = CHATML.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}")
+    assert template != CHATML
+    parts = [{"type": "text", "text": "Read this."}, {"type": "text", "text": " What is it?"}]
+    chat, tokenizer = [{"role": "user", "content": parts}], tokenizer_with(template)
+    example = one(tmp_path, tokenizer, [*chat, {"role": "assistant", "content": "A movie."}], heldout=0)
+    served = render(tokenizer, chat)
+    assert "Read this. What is it?" in tokenizer.decode(served)
+    assert example.ids[: len(served)] == served
+
+
 def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
     """Guards against a system text beside the turns that is dropped, and lines with calls that are
     refused: files for other trainers have both."""

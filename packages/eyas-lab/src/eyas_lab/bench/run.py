@@ -36,6 +36,7 @@ from eyas.hardware import cpu_name, versions
 from eyas.hardware.machine import snapshot, used
 from eyas.metrics import first_difference, margin
 from eyas.targets.fingerprints import fingerprint
+from eyas.text import reply_message
 from eyas_lab.bench.card import gpus
 from eyas_lab.bench.contestants import Contestant, Question
 from eyas_lab.bench.record import FORMAT, Answer, Differs
@@ -188,8 +189,8 @@ class Bench:
             request = self._request(prompt, text, max_new_tokens, temperature)
             answer = yield Question(prompt.id, prompt.task, turn, request)
             if not prompt.raw and self.llm.tokenizer is not None:
-                reply = str(self.llm.tokenizer.decode(list(answer), skip_special_tokens=True))
-                messages.append({"role": "assistant", "content": reply.strip()})
+                reply = reply_message(self.llm.tokenizer, answer, self.llm.eos)
+                messages.append({**reply, "content": reply["content"].strip()})
 
     def _request(self, prompt: Prompt, text: Any, max_new_tokens: int, temperature: float) -> Request:
         text = text if isinstance(text, str) else list(text)

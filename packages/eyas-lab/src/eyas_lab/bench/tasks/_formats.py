@@ -157,7 +157,8 @@ def _chat(record: Record) -> Fields:
             raise InputError("no reply follows a question in these messages; drop the line")
         messages = messages[: max(replies, key=lambda k: len(messages[k]["content"]))]
     for number, message in enumerate(messages, start=1):
-        _text(message["content"] or "-", f"message {number}")
+        content = message["content"]
+        _text("-" if not content or isinstance(content, list) else content, f"message {number}")
     return {"messages": tuple(messages)}
 
 

@@ -18,9 +18,9 @@ import uvicorn
 import eyas
 from eyas import tiny
 from eyas.serve.app import make_app
-from eyas.serve.records import Settings
 from eyas.serve.server import Server
 from eyas.serve.service import Service
+from eyas.serve.settings import Settings
 
 TREE = {"nodes": 6, "depth": 3, "branch": 2}  # drafts in every cycle, at little cost
 PROMPTS = (

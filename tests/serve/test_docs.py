@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import eyas
-from eyas.serve.records import Settings
+from eyas.serve.settings import Settings
 from serving import Running, running
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 import eyas
 from eyas.serve.app import make_app
-from eyas.serve.records import Settings
 from eyas.serve.service import Service
+from eyas.serve.settings import Settings
 from serving import PROMPTS, Running, events, running
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}

@@ -21,8 +21,9 @@ from eyas.serve.chat import Chat, ChatBody, prepare
 from eyas.serve.errors import ApiError
 from eyas.serve.marks import grammar_of
 from eyas.serve.reading import Reader
-from eyas.serve.records import Delta, Settings
+from eyas.serve.records import Delta
 from eyas.serve.service import Service
+from eyas.serve.settings import Settings
 from eyas.serve.tools import Tools
 from serving import TOOL_RESPONSE, TOOL_TEMPLATE, tooled_llm
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from eyas.api import LLM
     from eyas.recall import Pools
-    from eyas.serve.records import Settings
     from eyas.serve.service import Service
+    from eyas.serve.settings import Settings
 
 GROUP = "Answers"
 EXAMPLES = """
@@ -152,7 +152,7 @@ def pools_of(options: ServeOptions) -> Pools | None:
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
-    from eyas.serve.records import Settings
+    from eyas.serve.settings import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]
     context = min(options.max_model_len or llm.target.context, llm.target.context)

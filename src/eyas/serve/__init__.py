@@ -1,6 +1,6 @@
 """`eyas serve`: a server for the clients of OpenAI's and Anthropic's interfaces.
 
-    records.py       the settings of a server; the internal request and the stream of what is generated for it
+    records.py       the internal request and the stream of what is generated for it; settings.py: limits of a server
     engine.py        the one thread that decodes, and how that stream comes from the Decoder's Steps
     pool.py          the Decoders of that thread, by method and by number of rows
     answers.py       the asyncio side of one request: what the thread has generated so far

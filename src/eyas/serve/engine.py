@@ -33,7 +33,8 @@ from eyas.serve.cycles import CycleWriter
 from eyas.serve.errors import ApiError, bad_request
 from eyas.serve.metrics import Metrics, SequenceTimes
 from eyas.serve.pool import DecoderPool, Methods
-from eyas.serve.records import CycleFigures, Delta, Job, Settings, check_ids
+from eyas.serve.records import CycleFigures, Delta, Job, check_ids
+from eyas.serve.settings import Settings
 
 DEADLINE_CHECK_SECONDS = 0.25  # time between two checks of the deadlines
 SEEDS = SystemRandom()

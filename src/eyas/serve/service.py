@@ -20,7 +20,8 @@ from eyas.serve.images import holds_images, with_images
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.memory import Memory
 from eyas.serve.metrics import Metrics
-from eyas.serve.records import Job, Settings, check_ids
+from eyas.serve.records import Job, check_ids
+from eyas.serve.settings import Settings
 from eyas.targets.pretrained import BASE
 from eyas.text import encode, encode_part, render
 

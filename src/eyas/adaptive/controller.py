@@ -61,7 +61,6 @@ EMITTED_MEMORY = 2048.0  # decoded tokens over which prompts and answers are ave
 PRIOR_EMITTED_TOKENS = 512.0
 MIN_TIMED_TOKENS = 8  # shortest prompt that is timed; shorter ones take long per token
 PROMPT_TIME_WEIGHT = 0.2  # weight of the newest prompt's time in the moving average
-FALLBACK_METHOD = "suffix"
 
 
 @dataclass
@@ -391,7 +390,7 @@ def make_controller(drafter: Drafter, fallback: bool = True, compared: bool = Fa
         log.info("tree auto is fixed here: it decides by the clock, and the clocks of the target's processes differ")
         return None
     doubtful_seconds = 0.0 if compared else cost.DOUBTFUL_SECONDS
-    other = None if drafter.model_free or not fallback else find(FALLBACK_METHOD).load(None, target)
+    other = None if drafter.model_free or not fallback else find("suffix").load(None, target)
     return AdaptiveController(
         lambda: cost.load_costs(drafter, doubtful_seconds=doubtful_seconds)[0],
         drafter.max_tree,

@@ -41,7 +41,17 @@ from eyas.hardware.machine import snapshot, used
 from eyas.passes import CONTEXT, NODES, Timings, repeated_token, time_drafts, time_passes
 from eyas.targets.fingerprints import fingerprint
 
-__all__ = ["DOUBTFUL_SECONDS", "LEVELS", "Costs", "KeptFile", "cost_key", "cost_path", "load_costs", "measure"]
+__all__ = [
+    "DOUBTFUL_SECONDS",
+    "LEVELS",
+    "MAX_OTHERS",
+    "Costs",
+    "KeptFile",
+    "cost_key",
+    "cost_path",
+    "load_costs",
+    "measure",
+]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 

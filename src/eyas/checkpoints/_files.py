@@ -34,8 +34,6 @@ GGUF = ".gguf"
 _SAFETENSORS = "model.safetensors"
 _BIN = "pytorch_model.bin"
 # what is fetched from the hub: pickles only where there are no safetensors
-_SAFE_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-_PICKLED_FILES = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
 # files that may be in one folder with the weights of a whole model
 _NAMED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
@@ -69,9 +67,17 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_SAFE_FILES))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]
+            )
+        )
         if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PICKLED_FILES))
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    hub_id, revision=revision, allow_patterns=["*.bin", "*.bin.index.json", "*_lm_head.pt"]
+                )
+            )
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
             f"draft head {hub_id}: this folder does not exist, and {hub_refusal(error, revision)}"

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas import api, drafters
+from eyas.adaptive.cost import MAX_OTHERS
 from eyas.core.drafter import Drafter, TreeSize
 from eyas.core.engine import Decoder, Request
 from eyas.core.requests import check_steps
@@ -49,7 +50,6 @@ TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 OVERLAP_TOKENS = (1, 2, 4, 8, 16)
 OVERLAPS = tuple(n / 10 for n in range(11))
 FEW_LAYERS, MANY_LAYERS = 4, 20
-MAX_OTHERS = 0.25  # share of the cores' time that others may use; with more the measurement is not kept
 LEVELS = 5  # of the longer of two timed drafts
 NEW_TOKENS = 48  # of the text whose cycles are timed
 DRAFT_FORMAT = ("int8", "int16")  # weights and activations in which the kernels keep a head

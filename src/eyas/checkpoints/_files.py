@@ -66,18 +66,12 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     """Return the folder of a hub snapshot: config and safetensors, or pickled files where there are no safetensors."""
     import huggingface_hub
 
+    safe = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    pickled = ["*.bin", "*.bin.index.json", "*_lm_head.pt"]
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]
-            )
-        )
+        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=safe))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    hub_id, revision=revision, allow_patterns=["*.bin", "*.bin.index.json", "*_lm_head.pt"]
-                )
-            )
+            folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=pickled))
     except Exception as error:  # the hub's client raises errors of several libraries
         raise CheckpointError(
             f"draft head {hub_id}: this folder does not exist, and {hub_refusal(error, revision)}"

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    TopPLogitsWarper,
 )
 from transformers.generation import MaxLengthCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria
@@ -37,6 +38,7 @@ ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> pro
     "top-h": ({"temperature": 1.3, "top_h": 0.4, "top_k": 0, "min_p": 0.1}, 2),
     "bias before penalty": ({"sequence_bias": [[[7], 9.0]], "repetition_penalty": 1.7, "top_k": 20}, 2),
     "n-grams, length": ({"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_length": 12, "top_k": 20}, 2),
+    "a top-p that keeps seven": ({"top_k": 0, "custom": TopPLogitsWarper(0.2, min_tokens_to_keep=7)}, 1),
     "a watermark": (
         {"watermarking_config": {"bias": 3.0, "seeding_scheme": "selfhash"}, "temperature": 0.5, "top_k": 20}, 3,
     ),
@@ -48,12 +50,14 @@ ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> pro
 def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: int) -> None:
     """A step that is moved before another one, a penalty on padding, a length counted without it:
     each changes a score."""
-    settings, slow = ORDERS[order]
+    given, slow = ORDERS[order]
+    settings = {**given}
+    custom = LogitsProcessorList([settings.pop("custom")] if "custom" in settings else [])
     inputs = padded()
     config = GenerationConfig(do_sample=True, eos_token_id=list(EOS), max_length=LENGTH, **settings)
     config._eos_token_tensor, config._pad_token_tensor = torch.tensor(EOS), torch.tensor(0)
     prepared = {"attention_mask": inputs["attention_mask"]}
-    made = model._get_logits_processor(config, 9, inputs["input_ids"], None, LogitsProcessorList(), "cpu", prepared)
+    made = model._get_logits_processor(config, 9, inputs["input_ids"], None, custom, "cpu", prepared)
     criteria = StoppingCriteriaList([MaxLengthCriteria(LENGTH), EosTokenCriteria(torch.tensor(EOS))])
     batch = Batch.from_call(inputs["input_ids"], inputs["attention_mask"])
     distribution = Distribution.from_call(batch, config, made, criteria)
@@ -72,11 +76,11 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
         seen[0, text] = True
         ending[0, list(EOS)] = True
         wait = torch.tensor([max(0, request.min_tokens - emitted)])
-        adjustments, custom = (
+        adjustments, slow_ones = (
             Adjustments(seen, None, None, ending, wait),
             make_custom(processors_of(request), text, False, None),
         )
-        found_1V = apply_sampling(logits_3V[row][None], request.sampling, adjustments, custom)
+        found_1V = apply_sampling(logits_3V[row][None], request.sampling, adjustments, slow_ones)
         torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
 
 

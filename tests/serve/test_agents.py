@@ -22,14 +22,20 @@ from eyas.serve.messages import Writer
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Choices, events_of
 from eyas.serve.tools import tools_of
+from eyas.text import check_messages
+from eyas.text.forms import other_forms
 from serving import TOOL_RESPONSE, Running, events, running, small_llm
 
 HI = {"role": "user", "content": "Hi"}
 DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
 COMPLETIONS, CHATS, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DIALECTS = (CHATS, RESPONSES, MESSAGES)
-# a chat template as strict as Mistral's and Qwen's: one system text, at the beginning; ids of nine letters
-STRICT = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+# a chat template as strict as Mistral's and Qwen's: one system text, at the beginning; turns that alternate; ids of nine
+# letters
+STRICT = """{% set next = namespace(user=true) %}{% for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != next.user %}{{ raise_exception('turns alternate') }}{% endif %}{% set next.user = not next.user %}
+{%- endif %}{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
 {%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('the system comes first') }}{% endif %}
 {%- for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}{{ c.id }}{% endfor %}
 {%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif -%}
@@ -133,6 +139,50 @@ def test_system_messages_anywhere(strict: Running, path: str) -> None:
     assert made.status_code == 200, made.text
     if path == RESPONSES:
         assert post(strict, path, *talk, instructions="Be brief.").status_code == 200
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_turns_of_one_side_in_a_row(strict: Running, path: str) -> None:
+    """Guards Claude Code's reminders, which stand beside the result of a tool, and clients that send two messages at once:
+    templates whose turns alternate refused every further request."""
+    talk: list[Any] = [HI, {"role": "user", "content": "Look"}, {"role": "assistant", "content": "Wait."}]
+    if path == MESSAGES:
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
+        use = {"type": "tool_use", "id": "1", "name": "see", "input": {}}
+        talk += [{"role": "assistant", "content": [use]}]
+        talk += [{"role": "user", "content": [result, {"type": "text", "text": "(a reminder)"}]}]
+    elif path == RESPONSES:
+        talk += [{"type": "function_call", "call_id": "1", "name": "see", "arguments": "{}"}]
+        talk += [{"type": "function_call_output", "call_id": "1", "output": "sunny"}]
+    else:
+        talk += [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "see", "arguments": "{}"}}]}]
+        talk += [{"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+    made = post(strict, path, *talk, {"role": "user", "content": "(another)"})
+    assert made.status_code == 200, made.text
+
+
+def test_turns_that_are_joined() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "see", "arguments": {}}}
+    chat: list[dict[str, Any]] = [
+        HI, {"role": "user", "content": "Look"}, {"role": "assistant", "content": "Wait."},
+        {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sunny"},
+        {"role": "user", "content": "(a reminder)"},
+    ]  # fmt: skip
+    forms = [form for form in other_forms(check_messages(chat)) if len(form) == 3]
+    assert [(one["role"], one["content"]) for one in forms[0]] == [
+        ("user", "Hi\n\nLook"), ("assistant", "Wait."), ("tool", "sunny\n\n(a reminder)"),
+    ]  # fmt: skip
+    assert forms[0][1]["tool_calls"]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_an_effort_that_the_template_does_not_read(server: Running, path: str) -> None:
+    """Guards clients that set it for every model: the request was refused."""
+    effort: dict[str, Any] = {"effort": "low"}
+    asked = {CHATS: {"reasoning_effort": "low"}, RESPONSES: {"reasoning": effort}, MESSAGES: {"output_config": effort}}
+    for stream in (False, True):
+        made = post(server, path, HI, stream=stream, **asked[path])
+        assert (made.status_code, made.headers.get("x-eyas-ignored-fields")) == (200, "reasoning_effort"), made.text
 
 
 # --- calls ----------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": {}}]}]
         (CHATS, {"tool_choice": "required"}, "no tools"),
         *((RESPONSES, {name: value}, name) for name, value in {
             "previous_response_id": "resp_1", "background": True, "conversation": "conv_1", "tools": [{"type": "web_search"}],
-            "tool_choice": {"type": "function", "name": "f"}, "reasoning": {"effort": "high"}, "truncation": "auto",
+            "tool_choice": {"type": "function", "name": "f"}, "truncation": "auto",
             "include": ["message.output_text.logprobs"],
         }.items()),
         *((RESPONSES, {"input": value}, "") for value in ([], [{"role": "user"}], [{"type": "item_reference", "id": "x"}], IMAGE)),

@@ -79,6 +79,14 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
         '{"t": %j}<|tool_call_end|><|tool_calls_section_end|>',
     ),
+    "llama4": (
+        "<|python_start|>", ["<|python_start|>", "<|python_end|>"], "<|python_start|>[f(t=%j)]<|python_end|>",
+    ),
+    "lfm2": (
+        "<|tool_list_start|>", ["<|tool_call_start|>", "<|tool_call_end|>"],
+        "<|tool_call_start|>[f(t=%j)]<|tool_call_end|>",
+    ),
+    "olmo3": ("<function_calls>", [], "<function_calls>f(t=%j)</function_calls>"),
     "minimax": (
         "<think></think><minimax:tool_call>", [],
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="t">%s</parameter>\n</invoke>\n</minimax:tool_call>',
@@ -294,6 +302,7 @@ def test_good_calls_and_broken_ones(name: str) -> None:
         ("<parameter=", "<param="),
         ("arg_key", "key"),
         ("parameter name", "param name"),
+        ("(t=", "(="),
     ):
         broken = broken.replace(old, new)
     assert answer(llm, good + good)["tool_calls"] == [("f", {"t": "x"})] * 2
@@ -341,6 +350,7 @@ NAMED = f'{{"file-name": "x", "Basic LLM Chain": {CHAIN}}}'
         ("glm", "<tool_call>g-h<arg_key>file-name</arg_key><arg_value>x</arg_value><arg_key>Basic LLM Chain</arg_key>\n"
                 f"<arg_value>{CHAIN}</arg_value></tool_call>"),
         ("kimi", f"<|tool_call_begin|>functions.g-h:12<|tool_call_argument_begin|>{NAMED}<|tool_call_end|>"),
+        ("lfm2", f'<|tool_call_start|>[g-h(file-name="x", Basic LLM Chain={CHAIN})]<|tool_call_end|>'),
         ("harmony", f"<|start|>assistant to=functions.g-h<|channel|>commentary json<|message|>{NAMED}<|call|>"),
     ],
 )  # fmt: skip
@@ -371,6 +381,27 @@ def test_types_of_arguments(schema: Any, text: str, value: Any) -> None:
         assert answer(family(name), written(name, text), Tools((tool,))) == {"tool_calls": [("f", {"t": value})]}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'it\\'s \"so\", (no)'", "it's \"so\", (no)"), ("true", True), ("None", None), ("-1.5", -1.5), ('"\\ud83d\\ude00"', "\U0001f600"),
+        ("{'a': [1, 'b)']}", {"a": [1, "b)"]}), ("('a', 2)", ["a", 2]), ("'a\nb'", "a\nb"), (r"'\d'", r"\d"),
+        *((wrong, None) for wrong in ("b'x'", "open('x')", "1 +", "{1: {2}}", "1e999", "x", "'", "[", ")", "**x", "[" * 999)),
+    ],
+)  # fmt: skip
+def test_arguments_in_python(text: str, value: Any) -> None:
+    """Guards Llama 4 and LFM2, which write calls in Python: literals become values; what is none is content."""
+    for name, call in (
+        ("lfm2", f"<|tool_call_start|>[f(t={text}), f()]<|tool_call_end|>"),
+        ("llama4", f"[f(t={text}), f()]"),
+    ):
+        made = answer(family(name), call)
+        if value is None and text != "None":
+            assert "tool_calls" not in made
+        else:
+            assert made == {"tool_calls": [("f", {"t": value}), ("f", {})]}
+
+
 FUNCTION = "<function=f>\n<parameter=t>\nx\n</parameter>\n</function>"
 OBJECT = '{"name": "f", "parameters": {"t": "x"}}'
 INVOKED = written("minimax", "x").replace("</invoke>", '</invoke>\n<invoke name="g-h">\n</invoke>')
@@ -398,6 +429,12 @@ CALLS = [("f", {"t": "x"})]
         ("llama", OBJECT, {"tool_calls": CALLS}),
         ("llama", f"{OBJECT}; {OBJECT}", {"tool_calls": CALLS * 2}),
         *(("llama", text, {"content": text}) for text in OTHERS),
+        *(("llama4", text, {"content": text}) for text in ("[1] A note.", "[x](y)", "[other(t=1)]", "[f(1)]", "[]")),
+        (
+            "olmo3",
+            "Look.\n<function_calls>\nf(t=1)\nf(t=2,\n  n=3)\n</function_calls>",
+            {"content": "Look.", "tool_calls": [("f", {"t": 1}), ("f", {"t": 2, "n": 3})]},
+        ),
     ],
 )
 def test_other_forms_of_calls(name: str, text: str, expected: dict[str, Any]) -> None:

@@ -198,7 +198,12 @@ def test_answers_end_with_a_turn(ends: dict[str, int], expected: list[int], tmp_
 
 def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
     """llama.cpp knows them by their text; here the chat template has to write them too."""
-    for template, expected in (("{{ messages }}", {0}), ("{{ messages }}<|im_end|>", {0, 1})):
+    for ends, template, expected in (
+        ((TOKENS[0], "<|im_end|>"), "{{ messages }}", {0}),
+        ((TOKENS[0], "<|im_end|>"), "{{ messages }}<|im_end|>", {0, 1}),
+        # gpt-oss: its turns hold several messages
+        (("<|return|>", "<|end|>", "<|call|>"), "{{ messages }}<|end|><|call|><|return|>", {0, 2}),
+    ):
         path = tmp_path / f"{len(template)}.gguf"
-        write_gguf(path, tokens=[TOKENS[0], "<|im_end|>", *TOKENS[1:]], template=template)
+        write_gguf(path, tokens=[*ends, *TOKENS[1:]], template=template)
         assert eyas.load(path, "vanilla").eos == expected

@@ -323,6 +323,7 @@ class LanguageModelSession(DraftSession):
     def prefill(self, row: int, tokens_T: Tensor, features_TF: Tensor, position: int) -> None:
         # without the root, which begins the chunk
         unread_T = self.pending_BP[row, : max(0, int(self.pending_B[row]) - 1)]
+        self.model.lengths[row] = int(self.model.length_B[row])  # a bound so far; states are kept by exact lengths
         self.model.prefill(row, self._known_ids(torch.cat([unread_T, tokens_T])).tolist())
         self.pending_B[row] = 1  # the root
 

@@ -19,11 +19,11 @@ import eyas
 import zoo
 from eyas import drafters
 from eyas.core.drafter import CycleInput
-from eyas.core.engine import Decoder, Request
+from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.drafters import Drafter, DraftSession
+from eyas.drafters import Drafter, DraftSession, small_model
 from eyas.errors import ModelError
 from eyas.targets.recurrent import state_modules
 from eyas.targets.state_modules import Level, tree_levels
@@ -245,6 +245,25 @@ def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> Non
         for step in decoder.step():
             tokens.setdefault(step.request_id, []).extend(step.tokens)
     assert [tuple(tokens[request_id]) for request_id in tickets] == [answer(family, request) for request in wanted]
+
+
+def test_a_draft_models_state_is_kept_by_its_length() -> None:
+    """Bug: while another row decoded, the state of a prompt was kept as a longer one's, and the next prompt with the same
+    beginning drafted from it. The target drafts for itself here, so every draft is right."""
+    own, prompt = target("jamba"), tuple(range(3, 24))
+    drafter = small_model.Method(own, small_model.Options(depth=3), own)
+    decoder = Decoder(own, drafter, 3, reuse=True, prefill_budget=7)
+    decoder.add(Request(prompt[::-1], 60))
+    for _ in range(5):
+        decoder.step()
+    decoder.add(Request(prompt, 40))
+    for _ in range(5):
+        decoder.step()
+    request_id, steps = decoder.add(Request(prompt, 13)), list[Step]()
+    while not decoder.finished:
+        steps += [step for step in decoder.step() if step.request_id == request_id]
+    assert steps[0].cached_tokens == 14  # two chunks
+    assert [len(step.path) for step in steps[1:]] == [4, 4, 4]
 
 
 def test_tree_levels() -> None:

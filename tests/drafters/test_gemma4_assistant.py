@@ -198,7 +198,7 @@ def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     ({"text": {"hidden_size": "x"}}, "makes no assistant"),
     ({"text": {"layer_types": [5]}}, "makes no assistant"),
     ({"text": {"rms_norm_eps": []}}, "makes no assistant"),
-    ({"text": {"num_attention_heads": 0}}, "makes no assistant"),
+    ({"text": {"num_attention_heads": 0}}, "reads 0 heads"),
     ({"text": {"num_key_value_heads": 10**9}}, "made for another model"),
     ({"text": {"hidden_size_per_layer_input": 8}}, "no assistant of Google's has"),
     ({"text": {"sliding_window": 10**30}}, "sliding_window must be a number of tokens"),

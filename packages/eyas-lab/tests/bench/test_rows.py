@@ -22,7 +22,7 @@ from eyas_lab.bench.intervals import (
     ratio_of_ratios,
 )
 from eyas_lab.bench.record import Answer, Differs, Memory, answer_from
-from eyas_lab.metrics import Cycle
+from eyas_lab.metrics import Cycle, cycle_of
 from steps import step
 
 ABOUT = {"method": "x", "prompt": "a", "task": "chat", "turn": 0, "temperature": 0.0, "prompt_tokens": 5}
@@ -243,7 +243,7 @@ def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
     mean acceptance length counts accepted draft tokens before cutting, over cycles that drafted."""
     cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
     plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
-    cycles = [metrics.cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
+    cycles = [cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
     assert metrics.tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
     assert mean_acceptance_length(cycles) == 1 + (3 + 0 + 2) / 3
-    assert mean_acceptance_length([metrics.cycle_of(plain)]) is None
+    assert mean_acceptance_length([cycle_of(plain)]) is None

@@ -151,12 +151,9 @@ def time_drafts(drafter: Drafter, sizes: Sequence[TreeSize], context: int = CONT
         position += 1
         N, path_BP = draft.tree.nodes, torch.full((rows, draft.tree.max_depth + 1), -1, device=target.device)
         path_BP[:, 0] = 0
-        output = TargetOutput(
-            torch.zeros(rows, N, target.vocab_size, dtype=target.dtype, device=target.device),
-            torch.zeros(
-                rows, N, target.hidden_size * len(drafter.feature_layers), dtype=target.dtype, device=target.device
-            ),
-        )
+        widths = (target.vocab_size, target.hidden_size * len(drafter.feature_layers))
+        zeros = (torch.zeros(rows, N, width, dtype=target.dtype, device=target.device) for width in widths)
+        output = TargetOutput(*zeros)
         session.commit(draft, Verdict(path_BP, path_BP.clamp(min=0) + tokens_B[:, None], one_B, tokens_B), output)
         return took
 

@@ -1,4 +1,4 @@
-"""Servers as child processes, for serve_load.py, serve_faults.py and peers.py."""
+"""Servers as child processes, for serve_load.py, never_slower.py and peers.py."""
 
 from __future__ import annotations
 

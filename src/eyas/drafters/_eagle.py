@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from eyas.core.drafter import Capturable, CycleInput, DraftSession, TreeSize
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
-from eyas.drafters._grow import DraftNetSteps, DynamicTree, FusedTreeBuilder, WindowTreeBuilder, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, FusedTreeBuilder, grow_dynamic
 from eyas.drafters._method import DraftMethod
 from eyas.drafters._nets import MARGIN
 from eyas.drafters._options import check_choice, check_whole
@@ -118,11 +118,11 @@ class EagleMethod(DraftMethod):
 
     @cached_property
     def fused_tree_builder(self) -> FusedTreeBuilder | None:
-        """Grows a whole dynamic tree in one call; None if the target's runner cannot."""
-        fused_tree_builder: FusedTreeBuilder | None = self.target.runner.ops.fused_tree_builder(
-            self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v
-        )
-        return None if self.window() and not isinstance(fused_tree_builder, WindowTreeBuilder) else fused_tree_builder
+        """Grows a whole dynamic tree in one call; None if the target's runner cannot, as with a window."""
+        if self.window():
+            return None
+        make: Callable[..., FusedTreeBuilder | None] = self.target.runner.ops.fused_tree_builder
+        return make(self.target, self.decoding_net, self.embed_tokens, self.draft_ids_v)
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
@@ -410,11 +410,6 @@ class EagleSession(DraftSession):
         fused_tree_builder, P = self.drafter.fused_tree_builder, self.pending_BPF.shape[1]
         if fused_tree_builder is None or not fused_tree_builder.suits(cycle_input):
             return None
-        if self.window:
-            assert isinstance(fused_tree_builder, WindowTreeBuilder)
-            hidden_BD = self._forward_pending(cycle_input)
-            slots = self._max_slots(cycle_input) + tree.depth * tree.branch
-            return fused_tree_builder.grow(hidden_BD, cycle_input, tree, self.cache, self.length_B, slots)
         count_B = self.pending_B * cycle_input.active_B
         features_BPF = self._cast(self.pending_BPF)
         if not fused_tree_builder.fuses_features:

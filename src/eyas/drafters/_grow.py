@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from eyas.errors import OptionError
 from eyas.nn import DraftKVCache
 
 __all__ = [
-    "DraftNetSteps", "DynamicTree", "FusedTreeBuilder", "PartialTree", "WindowTreeBuilder", "grow_dynamic",
+    "DraftNetSteps", "DynamicTree", "FusedTreeBuilder", "PartialTree", "grow_dynamic",
     "grow_static", "has_masks", "only_allowed",
 ]  # fmt: skip
 
@@ -130,24 +130,6 @@ class FusedTreeBuilder(Protocol):
                 their number in each row.
             width: at least as many slots of the cache as any row uses, the tree's included.
         """
-        ...
-
-
-@runtime_checkable
-class WindowTreeBuilder(Protocol):
-    """A `FusedTreeBuilder` that serves drafts with a window, too."""
-
-    def grow(
-        self,
-        hidden_BD: Tensor,
-        cycle_input: CycleInput,
-        tree: DynamicTree,
-        cache: DraftKVCache,
-        length_B: Tensor,
-        width: int,
-    ) -> Draft:
-        """Grow the tree from the net's output at the newest pair. The session has let the net read
-        that pair, and then trimmed the window."""
         ...
 
 

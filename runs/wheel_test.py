@@ -3,8 +3,8 @@
     make wheel-test                                     builds them first
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
-eyas is installed alone first: what needs another package says so in one line. With the embedded model `eyas doctor`,
-`eyas generate` and `eyas demo` run; with eyas-train and eyas-lab their commands and methods, too. eyas-gpu is installed
+eyas is installed alone first: what needs another package says so in one line. With the embedded model `eyas doctor` and
+`eyas generate` run; with eyas-lab `eyas demo`, and with eyas-train all commands and methods. eyas-gpu is installed
 without Triton and eyas-ray without Ray, which are large.
 """
 
@@ -26,14 +26,14 @@ LARGEST_MB = {"eyas": 2, "eyas_tiny": 75, "eyas_gpu": 1, "eyas_lab": 1, "eyas_ra
 HELD = {
     "eyas": [
         "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",
-        "eyas/serve/page/main.js", "eyas/cli/demo.py",
+        "eyas/serve/page/main.js",
     ],
     "eyas_tiny": [
         "eyas_tiny/__init__.py", "eyas_tiny/weights/model.int8.safetensors", "eyas_tiny/weights/checksums.json",
         "eyas_tiny/weights/tokenizer.json", "eyas_tiny/weights/eagle3/model.safetensors", "eyas_tiny/weights/eagle1/config.json",
     ],
     "eyas_gpu": ["eyas_gpu/py.typed", "eyas_gpu/runner.py", "eyas_gpu/_layer_kernels.py"],
-    "eyas_lab": ["eyas_lab/py.typed", "eyas_lab/bench/prompts.jsonl", "eyas_lab/methods/method_medusa.py"],
+    "eyas_lab": ["eyas_lab/py.typed", "eyas_lab/bench/prompts.jsonl", "eyas_lab/commands/demo.py", "eyas_lab/methods/method_medusa.py"],
     "eyas_ray": ["eyas_ray/py.typed", "eyas_ray/serving.py"],
     "eyas_train": ["eyas_train/py.typed", "eyas_train/loop.py", "eyas_train/formats/openvino.py"],
 }  # fmt: skip
@@ -42,7 +42,7 @@ MISSING = {
     ("train", "--help"): "train",
     ("bench",): "lab",
     ("generate", "--method", "medusa", "hi"): "lab",
-    ("demo", "--target", "embedded"): "tiny",
+    ("demo", "--target", "embedded"): "lab",
     ("generate", "hi"): "tiny",
 }
 
@@ -106,8 +106,9 @@ def check_running(python: str, folder: Path) -> None:
     install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
     assert json.loads(eyas("doctor", "--json"))["ok"]
     assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()
+    install(f"eyas[lab] @ {wheel.as_uri()}")
     eyas("demo", "--target", "embedded")
-    install(f"eyas[train] @ {wheel.as_uri()}")  # and eyas-lab, which eyas-train needs
+    install(f"eyas[train] @ {wheel.as_uri()}")
     install("--no-deps", str(only("eyas_gpu-*.whl")), str(only("eyas_ray-*.whl")))
     assert "--ttt" in eyas("train", "--method", "eagle3", "--help")
     methods = {method["name"] for method in json.loads(eyas("methods", "--json"))["methods"]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from eyas.cli._app import parse
 from eyas.cli._errors import Interrupted, UsageError, interruptible, note, problem
-from eyas.cli._files import FileRun, InvalidLine, Results, differences, read_tasks
+from eyas.cli._files import FileRun, InvalidLine, Results, differences, file_errors, read_tasks
 from eyas.cli._load import (
     Here,
     cores_for,
@@ -16,6 +16,7 @@ from eyas.cli._load import (
     need_tokenizer,
     note_no_head,
     on_cluster,
+    plain_decoding,
     quiet,
     sampling_of,
     spread,
@@ -24,6 +25,7 @@ from eyas.cli._load import (
 from eyas.cli._options import (
     AS_JSON,
     DRAFT_WEIGHTS,
+    TREE,
     VERBOSE,
     BenchMethodOptions,
     ConfigOptions,
@@ -35,13 +37,13 @@ from eyas.cli._options import (
     TrainMethodOptions,
     option_group,
 )
-from eyas.cli._show import ProgressBar, print_table, progress_bar
+from eyas.cli._show import Painter, ProgressBar, TimedStream, print_table, progress_bar
 
 __all__ = [
-    "AS_JSON", "DRAFT_WEIGHTS", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "FileRun",
-    "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "ProgressBar", "Results", "SamplingOptions",
-    "TargetOptions", "TrainMethodOptions", "UsageError", "cores_for", "differences", "interruptible", "load",
-    "need_packages", "need_tokenizer", "note", "note_no_head", "on_cluster", "option_group", "parse",
-    "print_table", "problem", "progress_bar", "quiet", "read_tasks", "sampling_of", "spread",
-    "wants_gpu",
+    "AS_JSON", "DRAFT_WEIGHTS", "TREE", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "FileRun",
+    "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "Painter", "ProgressBar", "Results",
+    "SamplingOptions", "TargetOptions", "TimedStream", "TrainMethodOptions", "UsageError", "cores_for", "differences",
+    "file_errors", "interruptible", "load", "need_packages", "need_tokenizer", "note", "note_no_head", "on_cluster",
+    "option_group", "parse", "plain_decoding", "print_table", "problem", "progress_bar", "quiet", "read_tasks",
+    "sampling_of", "spread", "wants_gpu",
 ]  # fmt: skip

@@ -16,11 +16,23 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
-from eyas.cli._errors import Interrupted, note
-from eyas.cli._files import file_errors
-from eyas.cli._load import load, plain_decoding, quiet
-from eyas.cli._options import TREE, VERBOSE, DraftOptions, Fields, MethodOptions, TargetOptions, option_group
-from eyas.cli._show import Painter, TimedStream, print_table
+from eyas.cli.tools import (
+    TREE,
+    VERBOSE,
+    DraftOptions,
+    Interrupted,
+    MethodOptions,
+    Painter,
+    TargetOptions,
+    TimedStream,
+    file_errors,
+    load,
+    note,
+    option_group,
+    plain_decoding,
+    print_table,
+    quiet,
+)
 from eyas.errors import EyasError, FitError, InputError, ModelError, one_line
 
 if TYPE_CHECKING:
@@ -130,7 +142,7 @@ def _target(job: DemoOptions) -> str:
         return named.EMBEDDED
 
 
-def _best(target: str, job: DemoOptions, options: Fields) -> LLM:
+def _best(target: str, job: DemoOptions, options: MethodOptions) -> LLM:
     """Return the model with the method; the embedded one with a small tree: `auto` has too few cycles to measure."""
     from eyas import drafters, named, tiny
     from eyas.arguments import mode_of

@@ -8,10 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-from eyas.cli._errors import note
-from eyas.cli._load import load
-from eyas.cli._options import AS_JSON, DRAFT_WEIGHTS, DraftOptions, MethodOptions, TargetOptions, option_group
-from eyas.cli._show import print_table
+from eyas.cli.tools import (
+    AS_JSON,
+    DRAFT_WEIGHTS,
+    DraftOptions,
+    MethodOptions,
+    TargetOptions,
+    load,
+    note,
+    option_group,
+    print_table,
+)
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:

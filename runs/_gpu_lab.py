@@ -26,9 +26,9 @@ from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import Drafter, find
-from eyas.runners.compiled import CompiledLayers
-from eyas.runners.graphs import GraphRunner, tensors_of
-from eyas.runners.recording import CycleReplay
+from eyas_gpu.compiled import CompiledLayers
+from eyas_gpu.graphs import GraphRunner, tensors_of
+from eyas_gpu.recording import CycleReplay
 from eyas_lab.bench.simulate import simulated
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ HELD = {
         "eyas_tiny/__init__.py", "eyas_tiny/weights/model.int8.safetensors", "eyas_tiny/weights/checksums.json",
         "eyas_tiny/weights/tokenizer.json", "eyas_tiny/weights/eagle3/model.safetensors", "eyas_tiny/weights/eagle1/config.json",
     ],
-    "eyas_gpu": ["eyas_gpu/py.typed", "eyas_gpu/runner.py", "eyas_gpu/_layer_kernels.py"],
+    "eyas_gpu": ["eyas_gpu/py.typed", "eyas_gpu/graphs.py", "eyas_gpu/_layer_kernels.py"],
     "eyas_lab": ["eyas_lab/py.typed", "eyas_lab/bench/prompts.jsonl", "eyas_lab/commands/demo.py", "eyas_lab/methods/method_medusa.py"],
     "eyas_ray": ["eyas_ray/py.typed", "eyas_ray/serving.py"],
     "eyas_train": ["eyas_train/py.typed", "eyas_train/loop.py", "eyas_train/formats/openvino.py"],

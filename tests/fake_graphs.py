@@ -10,7 +10,7 @@ import torch
 
 import zoo
 from eyas import kernels
-from eyas.runners.graphs import tensors_of
+from eyas_gpu.graphs import tensors_of
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ TESTS = {
     "pard": [],
     "recall": [],
     "serve": ["serve/test_hosts.py", "serve/test_page_files.py"],
-    "speed": ["runners/test_threads.py", "runners/test_attention.py"],
+    "speed": ["runners/test_threads.py"],
 }
 
 

@@ -20,7 +20,7 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, TreeSize
 from eyas.drafters._merge import Merged
-from eyas.runners.graphs import GraphRunner
+from eyas_gpu.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
 from test_lossless import make
 

@@ -28,6 +28,7 @@ from eyas.targets.media import Extension as Media
 from eyas.targets.placement import Extension as Placement
 from eyas.targets.quantised import Extension as Quantised
 from eyas.targets.recurrent import Extension as Recurrent
+from eyas_gpu import runner
 from reference import plain_decode, run
 
 REQUEST = Request((5, 9, 3, 7), 6)
@@ -100,7 +101,7 @@ def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> N
     with pytest.raises(runners.UnsuitedError, match="calls are counted"):
         runners.make_cpu_runner(target)
     with pytest.warns(UserWarning, match="no CUDA graphs: calls are counted"):
-        assert runners._with_graphs(target, "on", own=True) is target
+        assert runner.with_graphs(target, "on", own=True) is target
     assert Target(zoo.FAMILIES["gpt2"]()).open(1).states == ()
 
 

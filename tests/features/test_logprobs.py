@@ -19,8 +19,8 @@ from eyas.core.logprobs import TokenLogprobs, width_for
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._merge import Merged
-from eyas.runners.graphs import GraphRunner
-from eyas.runners.recording import CycleReplay
+from eyas_gpu.graphs import GraphRunner
+from eyas_gpu.recording import CycleReplay
 from fake_graphs import captured_without_gpu
 from reference import Oracle, plain_decode, run
 from test_lossless import make

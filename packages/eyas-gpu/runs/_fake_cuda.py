@@ -245,7 +245,7 @@ def fake_cuda() -> Iterator[Unguarded]:
 def logged_by_stage(
     mode: Unguarded,
 ) -> Iterator[Callable[[Callable[[], T], Callable[[], None]], tuple[T, Callable[[], None]]]]:
-    """A capture for `runners.graphs.GraphRunner` that runs the work twice and logs the second run,
+    """A capture for `eyas_gpu.graphs.GraphRunner` that runs the work twice and logs the second run,
     by the stages of the cycle, in its list `logs`. The first one is for what is made once, as in
     the warm-up of a real capture.
     """
@@ -271,5 +271,5 @@ def logged_by_stage(
         return result, lambda: None
 
     capture.logs = list[LaunchLog]()  # type: ignore[attr-defined]
-    with mock.patch("eyas.runners.recording.StageTimer", Stages):
+    with mock.patch("eyas_gpu.recording.StageTimer", Stages):
         yield capture

@@ -41,9 +41,9 @@ from eyas.core.verify import verify
 from eyas.drafters import Drafter, find
 from eyas.drafters._grow import _Static
 from eyas.files import write_text
-from eyas.runners.graphs import GraphRunner
 from eyas.timing import StageTimer
 from eyas_gpu.cycle import GpuOps
+from eyas_gpu.graphs import GraphRunner
 from eyas_gpu.layers import GpuModelLayers
 from eyas_gpu.operators import available
 from eyas_gpu.runner import TORCH

@@ -17,9 +17,9 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.runners.graphs import GraphRunner
 from eyas_gpu._fp8 import Fp8Linear
 from eyas_gpu.cycle import GpuOps
+from eyas_gpu.graphs import GraphRunner
 from eyas_gpu.layers import GpuModelLayers
 from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8

@@ -11,8 +11,8 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.runners.graphs import GraphRunner
 from eyas_gpu._fp8 import TORCH, Fp8Linear, fp8
+from eyas_gpu.graphs import GraphRunner
 from fake_graphs import captured_without_gpu, prompt
 from fp8_support import needs_fp8
 from reference import plain_decode, run

@@ -24,8 +24,8 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.runners._comparison import CLOSE_ROUNDED, UnsuitedError, output_pairs
-from eyas.runners.graphs import BUCKET, GraphRunner
 from eyas_gpu import layers as fused
+from eyas_gpu.graphs import BUCKET, GraphRunner
 from eyas_gpu.layers import FusedRunner, GpuModelLayers, check
 from fake_graphs import captured_without_gpu, prompt
 from interpreted import interpreted

@@ -10,11 +10,10 @@ from eyas import drafters, elsewhere, kernels, runners
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import ModelRunner, Target
-from eyas.runners import graphs
-from eyas.runners.graphs import GraphRunner
-from eyas_gpu import runner
+from eyas_gpu import graphs, runner
 from eyas_gpu._fp8 import TORCH
 from eyas_gpu.cycle import GpuOps
+from eyas_gpu.graphs import GraphRunner
 from eyas_gpu.layers import GpuModelLayers
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
@@ -32,7 +31,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs_of_kernels_by_default() -> None:
     """Guards the default: recorded cycles of layers by kernels, and plain decoding's text."""
-    target = runners._with_graphs(Target(zoo.FAMILIES["llama"]()), "auto", own=True)
+    target = runner.with_graphs(Target(zoo.FAMILIES["llama"]()), "auto", own=True)
     assert isinstance(target.runner, GraphRunner)
     assert isinstance(target.runner.fused, GpuModelLayers)
     assert isinstance(target.runner.ops, GpuOps)
@@ -43,7 +42,7 @@ def test_graphs_of_kernels_by_default() -> None:
 
 def test_a_model_that_drafts_has_kernels() -> None:
     """Guards the second model of `small_model`, whose weights nobody joins."""
-    target = runners._with_graphs(Target(zoo.FAMILIES["llama"]()), "auto", own=True)
+    target = runner.with_graphs(Target(zoo.FAMILIES["llama"]()), "auto", own=True)
     draft = target.runner.wrap_draft_model(Target(zoo.FAMILIES["qwen2"]()), "exact")
     assert isinstance(draft.runner, GraphRunner)
     assert isinstance(draft.runner.fused, GpuModelLayers)
@@ -51,7 +50,7 @@ def test_a_model_that_drafts_has_kernels() -> None:
 
 
 def test_layers_of_another_shape_run_by_their_own_code() -> None:
-    target = runners._with_graphs(Target(zoo.FAMILIES["gemma2"]()), "auto", own=True)
+    target = runner.with_graphs(Target(zoo.FAMILIES["gemma2"]()), "auto", own=True)
     assert isinstance(target.runner, GraphRunner)
     assert target.runner.fused is None
     assert isinstance(target.runner.ops, GpuOps)
@@ -61,7 +60,7 @@ def test_kernels_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     """Guards the text: graphs of the model's own code, with torch's operations around it."""
     monkeypatch.setattr(runner, "fault_of_kernels", lambda device, ops: "attention gives other numbers")
     with pytest.warns(UserWarning, match="one fails on this GPU: attention gives other numbers"):
-        target = runners._with_graphs(Target(zoo.FAMILIES["llama"]()), "on", own=True)
+        target = runner.with_graphs(Target(zoo.FAMILIES["llama"]()), "on", own=True)
     assert isinstance(target.runner, GraphRunner)
     assert (target.runner.fused, target.runner.ops) == (None, TORCH)
 

@@ -96,7 +96,7 @@ def _fast_paths() -> dict[str, str]:
     reason = kernels.why_not()
     return {
         "compiled kernels (CPU)": reason or f"built and loaded{', with AMX' if kernels.has_amx() else ''}",
-        "CUDA graphs": "with --kernels auto or on; --kernels compile adds torch.compile; tried on one H200 only",
+        "CUDA graphs": "by eyas-gpu, with --kernels auto or on; --kernels compile adds torch.compile; tried on one H200 only",
     }
 
 

@@ -1,14 +1,11 @@
 """Runners: ways to run the target's forward. `with_fastest_runner` chooses one for a target and a machine.
 
 cpu.py         compiled C++ kernels for some model types; cpu_ops.py, cpu_grow.py: the rest of the cycle
-graphs.py      the model's forward, or whole cycles, as CUDA graphs; recording.py: the recorded part of a cycle
 warm_up.py     decodes a little before the first answer, for whatever is compiled
-compiled.py    layers by torch.compile, inside CUDA graphs
-attention.py   grouped-query attention over trees without copies of keys and values
 tools.py       what other distributions use
 
-The model's own forward without any of these is `core.target.ModelRunner`. Kernels for GPUs are a distribution of their
-own, eyas-gpu.
+The model's own forward without any of these is `core.target.ModelRunner`. CUDA graphs, and kernels for GPUs, are a
+distribution of their own, eyas-gpu.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
-from functools import partial
+from typing import cast
 
 import torch
 
@@ -24,11 +21,8 @@ from eyas import elsewhere
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.kernels import WeightFormat, available, has_dots
-from eyas.runners._comparison import fault_of_runner
-from eyas.runners.compiled import CompiledLayers
 from eyas.runners.cpu import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu_ops import CpuCycleOps
-from eyas.runners.graphs import GpuKernels, GraphRunner
 from eyas.runners.warm_up import warm_up
 
 __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
@@ -52,7 +46,7 @@ def with_fastest_runner(
 
     Args:
         kernels: "auto": compiled kernels on a CPU for the model types that they support, CUDA graphs
-            on a GPU. "on": as "auto", also for a model that the caller loaded, and with a warning
+            on a GPU, by eyas-gpu. "on": as "auto", also for a model that the caller loaded, and with a warning
             where they are not used. "fixed": as "on", by kernels whose sums have one order, so that ids
             equal plain decoding's in every dtype; an OptionError where there are none. "compile": on a
             GPU only, as "on", with torch.compile for layers that eyas has no kernels for. "off": the
@@ -132,7 +126,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
     if target.device.type == "cuda":
         if kernels == "fixed":
             raise _no_fixed_order("on a GPU the order of a sum depends on the pass")
-        return _with_graphs(target, kernels, own)
+        return _on_gpu(target, kernels, own)
     if kernels == "compile":
         raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
     try:
@@ -159,35 +153,22 @@ def _with_cycle_kernels(target: Target) -> Target:
     return target.run_with(ModelRunner(CpuCycleOps()))
 
 
-def _with_graphs(target: Target, kernels: str, own: bool) -> Target:
-    """Return the target by CUDA graphs, once a graph has given the numbers of the model's own forward; else as it
-    is."""
-    if reason := target.own_forward_only("graphs") or _growing_rope(target):
-        if kernels != "auto":
-            warnings.warn(reason, stacklevel=5)
-        return target
-    compiled = CompiledLayers(target.family.layers) if kernels == "compile" else None
-    if (gpu := _gpu_kernels()) is None:
-        made = GraphRunner(target, compiled=compiled)
+def _on_gpu(target: Target, kernels: str, own: bool) -> Target:
+    """Return the target with the runner of eyas-gpu; as it is, with a note, if eyas-gpu is not installed."""
+    if kernels == "compile":
+        return cast(Target, elsewhere.part("gpu", "kernels compile").with_graphs(target, kernels, own))
+    if (gpu := elsewhere.find_part("gpu")) is not None:
+        return cast(Target, gpu.with_graphs(target, kernels, own))
+    reason = f"the model runs by its own forward; eyas-gpu has CUDA graphs and kernels: {elsewhere.command_of('gpu')}"
+    if kernels == "auto":
+        log.info(reason)
     else:
-        fused, draft_layers = gpu.layers(target, join_weights=own), partial(gpu.layers, join_weights=False)
-        made = GraphRunner(target, None, compiled, fused, gpu.operations(target.device), draft_layers)
-    if fault := fault_of_runner(target, made):
-        warnings.warn(f"the model runs by its own forward, as a CUDA graph fails on this GPU: {fault}", stacklevel=5)
-        return target
-    return target.run_with(made)
+        warnings.warn(reason, stacklevel=5)
+    return target
 
 
 def _no_fixed_order(reason: str) -> OptionError:
     return OptionError(f"kernels fixed: this model has none whose sums have one order: {reason}")
-
-
-def _gpu_kernels() -> GpuKernels | None:
-    """Return the kernels of eyas-gpu; None, with a note, if it is not installed."""
-    found: GpuKernels | None = elsewhere.find_part("gpu")
-    if found is None:
-        log.info("CUDA graphs run the model's own code; eyas-gpu has faster kernels: %s", elsewhere.command_of("gpu"))
-    return found
 
 
 def _disable_cudnn_attention(device: torch.device) -> None:
@@ -204,12 +185,3 @@ def _disable_cudnn_attention(device: torch.device) -> None:
 
 def _multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-
-
-def _growing_rope(target: Target) -> str:
-    """Return why a target has no CUDA graphs, if it has a kind of RoPE whose frequencies depend on the length of the
-    text; "" if it has none."""
-    rope = getattr(target.model.config, "rope_parameters", None) or {}
-    kinds = {parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)}
-    kind = next((kind for kind in ("dynamic", "longrope") if kind in kinds), "")
-    return kind and f"no CUDA graphs: {kind} rotary positions depend on the length, which the host has to look at"

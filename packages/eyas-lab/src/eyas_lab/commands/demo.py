@@ -142,7 +142,7 @@ def _target(job: DemoOptions) -> str:
         return named.EMBEDDED
 
 
-def _best(target: str, job: DemoOptions, options: MethodOptions) -> LLM:
+def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     """Return the model with the method; the embedded one with a small tree: `auto` has too few cycles to measure."""
     from eyas import drafters, named, tiny
     from eyas.arguments import mode_of

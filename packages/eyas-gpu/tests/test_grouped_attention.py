@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zoo
 from eyas.core.target import Target
 from eyas.core.tree import Tree
-from eyas.runners.attention import NAME, grouped_attention_enabled
+from eyas_gpu.grouped_attention import NAME, grouped_attention_enabled
 
 GROUPED = ("llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "cohere2", "mixtral")
 

@@ -9,7 +9,7 @@ work whose capture fails (with a warning) run without graphs.
 
 A graph is valid for one number of rows and nodes and one width of the cache. Inputs are copied into
 the graph's own tensors, masks and slots are computed inside it, and its results stay in its own
-tensors. Keys and values are read in place (attention.py).
+tensors. Keys and values are read in place (grouped_attention.py).
 
 Tested on a CPU only: `capture` then runs the work again, and a test looks for operations that wait
 for the device or read values on the host.
@@ -34,16 +34,15 @@ from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import Cycle, TargetOutput
 from eyas.errors import first_line
 from eyas.kernels import EXACT
-from eyas.runners.attention import grouped_attention_enabled
-from eyas.runners.compiled import CompiledLayers
-from eyas.runners.recording import BUCKET, CycleReplay, State
+from eyas_gpu.compiled import CompiledLayers
+from eyas_gpu.grouped_attention import grouped_attention_enabled
+from eyas_gpu.recording import BUCKET, CycleReplay, State
 
 __all__ = [
     "BUCKET",
     "Capture",
     "CudaCapture",
     "CycleRecorder",
-    "GpuKernels",
     "GraphRunner",
     "ModelLayers",
     "tensors_of",
@@ -70,14 +69,6 @@ class ModelLayers(Protocol):
     """A target's layers by kernels."""
 
     def __call__(self, inputs: ForwardInput) -> TargetOutput: ...
-
-
-class GpuKernels(Protocol):
-    """The kernels that eyas-gpu brings; `eyas_gpu.runner` says what its functions do."""
-
-    def operations(self, device: torch.device) -> Ops: ...
-
-    def layers(self, target: Target, join_weights: bool) -> ModelLayers | None: ...
 
 
 class CudaCapture:

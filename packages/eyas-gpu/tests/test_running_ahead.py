@@ -19,8 +19,8 @@ from eyas.core.engine import Decoder, Request, Step
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.runners.graphs import GraphRunner
-from eyas.runners.recording import CycleReplay
+from eyas_gpu.graphs import GraphRunner
+from eyas_gpu.recording import CycleReplay
 from fake_graphs import captured_without_gpu, prompt
 from reference import plain_decode
 from test_lossless import OPTIONS

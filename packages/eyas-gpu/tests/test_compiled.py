@@ -22,8 +22,8 @@ from eyas.drafters import Drafter
 from eyas.errors import OptionError
 from eyas.nn import Compiled
 from eyas.runners import with_fastest_runner
-from eyas.runners.compiled import CompiledLayers
-from eyas.runners.graphs import BUCKET, GraphRunner
+from eyas_gpu.compiled import CompiledLayers
+from eyas_gpu.graphs import BUCKET, GraphRunner
 from fake_graphs import captured_without_gpu, prompt
 from reference import plain_decode, run
 from test_lossless import OPTIONS

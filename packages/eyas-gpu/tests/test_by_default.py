@@ -1,5 +1,5 @@
-"""The runner that a target gets on a GPU by default, without eyas-gpu: proven graphs, or the model's own forward. Tried
-on a CPU."""
+"""The runner that a target gets on a GPU by default, without kernels: proven graphs, or the model's own forward. Tried on
+a CPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 
 import zoo
-from eyas import drafters, elsewhere, kernels, runners
+from eyas import drafters, kernels, runners
 from eyas.core.engine import Decoder, Request
-from eyas.core.ops import REFERENCE
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import OptionError
-from eyas.runners import graphs
-from eyas.runners.graphs import GraphRunner
+from eyas_gpu import graphs, runner
+from eyas_gpu._fp8 import TORCH
+from eyas_gpu.graphs import GraphRunner
 from fake_graphs import captured_without_gpu
 from reference import plain_decode, run
 
@@ -26,23 +24,18 @@ from reference import plain_decode, run
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: False)
     monkeypatch.setattr(graphs, "CudaCapture", lambda device: captured_without_gpu)
-    monkeypatch.setattr(elsewhere, "find_part", lambda name: None)
+    monkeypatch.setattr(runner, "available", lambda device: False)
 
 
 def with_fastest_runner(kind: str = "auto", family: str = "llama") -> Target:
-    return runners._with_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
+    return runner.with_graphs(Target(zoo.FAMILIES[family]()), kind, own=True)
 
 
-def test_graphs_by_default(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the default: recorded cycles of the model's own code, plain decoding's text, and one line about kernels."""
-    with caplog.at_level(logging.INFO, "eyas.runners"):
-        target = with_fastest_runner()
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "CUDA graphs run the model's own code; eyas-gpu has faster kernels"
-    ]
-    assert "pip install 'eyas[gpu]'" in caplog.text
+def test_graphs_without_kernels() -> None:
+    """Guards devices without Triton: recorded cycles of the model's own code, and plain decoding's text."""
+    target = with_fastest_runner()
     assert isinstance(target.runner, GraphRunner)
-    assert (target.runner.fused, target.runner.ops) == (None, REFERENCE)
+    assert (target.runner.fused, target.runner.ops) == (None, TORCH)
     request = Request((5, 6, 7), 8, Sampling())
     tokens, _ = run(Decoder(target, drafters.find("vanilla").load(None, target)), [request])
     assert list(tokens[0]) == plain_decode(zoo.FAMILIES["llama"](), request)
@@ -90,29 +83,14 @@ def test_growing_positions_have_no_graphs() -> None:
     """Guards models whose frequencies depend on the length: silent by default, said where graphs
     were asked for."""
     target = Target(zoo.llama_dynamic())
-    assert runners._with_graphs(target, "auto", own=True) is target
+    assert runner.with_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
-        assert runners._with_graphs(target, "on", own=True) is target
+        assert runner.with_graphs(target, "on", own=True) is target
 
 
 def test_hybrids_run_by_their_own_forward() -> None:
     """Guards models with recurrent state: their trees are sorted on the host, which a graph cannot do."""
     target = Target(zoo.HYBRIDS["lfm2"]())
-    assert runners._with_graphs(target, "auto", own=True) is target
+    assert runner.with_graphs(target, "auto", own=True) is target
     with pytest.warns(UserWarning, match="no CUDA graphs"):
-        assert runners._with_graphs(target, "on", own=True) is target
-
-
-def test_no_sum_has_one_order_on_a_gpu() -> None:
-    """Guards `kernels="fixed"`: an error, never another forward."""
-    target = Target(zoo.FAMILIES["llama"]())
-    target.device = torch.device("cuda", 0)
-    with pytest.raises(OptionError, match="none whose sums have one order: on a GPU"):
-        runners._with_runner(target, "fixed", True, kernels.EXACT)
-
-
-def test_fp8_needs_eyas_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the line that says what to install."""
-    monkeypatch.setattr(runners, "_multiplies_fp8", lambda device: True)
-    with pytest.raises(OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install 'eyas\[gpu\]'"):
-        runners.with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "off", draft_weights="fp8")
+        assert runner.with_graphs(target, "on", own=True) is target

@@ -26,8 +26,8 @@ from eyas.core.target import Target
 from eyas.drafters import CycleInput, Drafter, TreeSize
 from eyas.errors import OptionError
 from eyas.runners import with_fastest_runner
-from eyas.runners.graphs import BUCKET, GraphRunner, tensors_of
-from eyas.runners.recording import CycleReplay
+from eyas_gpu.graphs import BUCKET, GraphRunner, tensors_of
+from eyas_gpu.recording import CycleReplay
 from eyas_lab.bench.simulate import simulated
 from fake_graphs import captured_without_gpu, prompt
 from reference import plain_decode, run

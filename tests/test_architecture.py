@@ -33,7 +33,7 @@ LAYERS = {
     **dict.fromkeys(["blocks", "pard", "runners"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     "api": 6,
-    **dict.fromkeys(["adapt", "hooks", "recall", "serve"], 7),
+    **dict.fromkeys(["hooks", "recall", "serve"], 7),
     **dict.fromkeys(["cli", "__init__"], 8),
     "__main__": 9,  # `python -m eyas` is the command line
 }
@@ -45,7 +45,6 @@ EXCEPT: set[tuple[str, str]] = set()
 # A wing is what the rings do without. Wings import rings and never each other; what one asks of another goes through
 # a socket (core/sockets.py) or through api.
 WINGS = {
-    "adapt": {"adapt"},
     "adaptive": {"adaptive"},
     "blocks": {"blocks"},
     "features": {"features"},

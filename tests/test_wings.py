@@ -17,7 +17,6 @@ from test_architecture import EYAS, WINGS
 # Quick tests of each wing that need no other one, for `make wings`: the whole suite has them anyway, beside the other
 # wings. `wing_alone.py` imports all of a wing's modules before.
 TESTS = {
-    "adapt": [],
     "adaptive": ["adaptive/test_bandit.py", "adaptive/test_goodput.py"],
     "blocks": ["checkpoints/test_block.py"],
     "features": ["features/test_guidance.py"],

@@ -55,23 +55,6 @@ def test_the_server_answers() -> None:
     assert made.choices[0].text == llm.generate("Hello", max_new_tokens=8, raw=True).text
 
 
-@pytest.mark.skipif(WING != "adapt", reason="of heads that are replaced while they serve")
-def test_a_head_is_replaced(tmp_path: Path) -> None:
-    """Guards the way from a folder to the head that drafts."""
-    import toy_tokenizer
-    import zoo
-
-    adapt, drafters = importlib.import_module("eyas.adapt"), importlib.import_module("eyas.drafters")
-    model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB)
-    kind, target = drafters.find("mtp"), eyas.load(model, tokenizer=False, tree="fixed").target
-    llm = eyas.load(model, kind.random(target), tokenizer=False)
-    text = llm.generate([5, 6, 7], max_new_tokens=24).token_ids
-    importlib.import_module("eyas.checkpoints").save(kind.random(target, seed=1).weights(), tmp_path)
-    adapt.swap_draft(llm, tmp_path)
-    assert llm.draft_name == str(tmp_path)
-    assert llm.generate([5, 6, 7], max_new_tokens=24).token_ids == text
-
-
 @pytest.mark.skipif(WING != "recall", reason="of texts of earlier requests")
 def test_an_earlier_text_is_drafted() -> None:
     """Guards what the wing is for: fewer cycles for a text that came before."""

@@ -122,7 +122,6 @@ def command(
 
 
 def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
-    from eyas.adapt import Heads
     from eyas.serve.app import make_app
     from eyas.serve.auth import allowed_hosts
     from eyas.serve.service import Service
@@ -133,7 +132,9 @@ def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
         raise UsageError("an --api-key is empty")
     llm = load_adapted(adapt, arguments.model, arguments.draft, arguments.options)
     note_no_head(llm, arguments.model, arguments.draft)
-    service = Service(llm, settings_of(server, llm), pools_of(server), Heads(llm, adapt.adapt_save))
+    learning = elsewhere.find_part("adapt")
+    heads = None if learning is None else learning.Heads(llm, adapt.adapt_save)
+    service = Service(llm, settings_of(server, llm), pools_of(server), heads)
     service.warm_up()
     hosts = allowed_hosts(server.host, server.allowed_host, bool(keys))
     return make_app(service, keys, server.cors_origin, hosts, server.api_docs), service

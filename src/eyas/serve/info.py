@@ -201,7 +201,7 @@ GIVEN = "given"  # the name of the head that the server began with
 async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
     _check_admin(service, request)
     if service.heads is None:
-        raise bad_request("the head of this server cannot be replaced")
+        raise bad_request("the head of this server cannot be replaced: that needs the package eyas-train")
     source = _source(service.heads, body)
     service.engine.check_open()
     try:

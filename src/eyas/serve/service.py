@@ -32,7 +32,8 @@ class Service:
     """The engine with its tokenizer, its limits and its counters."""
 
     def __init__(self, llm: LLM, settings: Settings, pools: Any = None, heads: Any = None) -> None:
-        """`pools`: `recall.Pools`, texts to draft from; `heads`: `adapt.Heads`, which replaces and teaches the head."""
+        """`pools`: `recall.Pools`, texts to draft from; `heads`: `eyas_train.adapt.Heads`, which replaces and teaches
+        the head."""
         self.llm = llm
         self.pools = pools
         self.heads = heads

@@ -11,12 +11,11 @@ import torch
 import eyas
 import zoo
 from eyas import checkpoints, drafters
-from eyas.adapt import Private, adapting
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
-from eyas_train.adapt import Learner, LearningLLM, Settings
+from eyas_train.adapt import Learner, LearningLLM, Private, Settings, adapting
 from eyas_train.adapt.guard import BLOCK, MIN_PAIRS
 from eyas_train.adapt.recording import MAX_TEXT, Text, Texts, batch_of
 from learning import PROMPTS, RUNNERS, requests, target_by

@@ -1,13 +1,16 @@
-"""Heads that learn while they serve; `eyas.adapt` asks for this, and has what replaces a head.
+"""Heads that are put in another one's place while requests run, and that learn while they serve.
 
-    llm = eyas.adapt.adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
+    swap_draft(llm, "another_head")          from the next cycle on; requests in flight go on
+    llm = adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
     llm.save_draft("my_head")
 
 The text is the same whatever the weights of the head are: drafts are verified. Of a request with the feature
-`eyas.adapt.Private` nothing is kept.
+`Private` nothing is kept. `eyas serve` asks for `Heads` and `LearningLLM`, by the entry point "adapt".
 """
 
+from eyas_train.adapt.heads import Heads, Private
 from eyas_train.adapt.learner import Learner, Settings
-from eyas_train.adapt.llm import LearningLLM
+from eyas_train.adapt.llm import LearningLLM, adapting
+from eyas_train.adapt.swap import HeadMismatchError, swap_draft
 
-__all__ = ["Learner", "LearningLLM", "Settings"]
+__all__ = ["HeadMismatchError", "Heads", "Learner", "LearningLLM", "Private", "Settings", "adapting", "swap_draft"]

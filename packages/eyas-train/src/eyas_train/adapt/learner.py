@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from eyas import checkpoints
-from eyas.adapt.swap import check_same, head_of, kept_names, prepare, put
 from eyas.core.drafter import Drafter
 from eyas.core.target import ModelRunner
 from eyas.drafters.tools import EagleMethod
@@ -41,6 +40,7 @@ from eyas.errors import InputError, OptionError
 from eyas.files import write_text
 from eyas_train.adapt.guard import NEW, PairedTrial
 from eyas_train.adapt.recording import Recorded, RecordingSession, Texts, batch_of
+from eyas_train.adapt.swap import check_same, head_of, kept_names, prepare, put
 
 __all__ = ["Learner", "Settings"]
 

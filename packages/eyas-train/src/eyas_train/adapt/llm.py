@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eyas.api import LLM
 from eyas.core.engine import Decoder
 from eyas_train.adapt.learner import Learner, Settings
 
-__all__ = ["LearningLLM"]
+__all__ = ["LearningLLM", "adapting"]
 
 
 class LearningLLM(LLM):
@@ -34,3 +35,12 @@ class LearningLLM(LLM):
     def save_draft(self, folder: str | Path) -> None:
         """Write the head as it is now into a folder of its own; `eyas.load(draft=folder)` reads it."""
         self.learner.save(folder, self.draft_name)
+
+
+def adapting(llm: LLM, **settings: Any) -> LearningLLM:
+    """Return the LLM with a head that learns from what it answers; `settings`: see `Settings`.
+
+    Raises:
+        OptionError: the head cannot learn.
+    """
+    return LearningLLM(llm, Settings(**settings))

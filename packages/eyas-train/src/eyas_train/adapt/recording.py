@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.adapt.heads import PrivateRow
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import Batch
 from eyas.drafters.tools import EagleMethod
 from eyas.nn import Documents
+from eyas_train.adapt.heads import PrivateRow
 
 __all__ = ["MAX_TEXT", "Recorded", "Text", "Texts"]
 

@@ -13,13 +13,13 @@ import torch
 import eyas
 import zoo
 from eyas import checkpoints, drafters
-from eyas.adapt import HeadMismatchError, adapting, swap_draft
-from eyas.adapt.swap import load_like, prepare, put
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import CheckpointError, OptionError
+from eyas_train.adapt import HeadMismatchError, adapting, swap_draft
+from eyas_train.adapt.swap import load_like, prepare, put
 from learning import RUNNERS, requests, target_by
 from reference import plain_decode, run
 from test_exact_pipeline import PROMPT, VOCAB, true_distributions

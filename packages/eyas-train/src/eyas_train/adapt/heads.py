@@ -1,22 +1,21 @@
-"""What a server asks of its head. Learning itself is in the package eyas-train (`eyas_train.adapt`)."""
+"""What a server asks of its head."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from eyas import elsewhere
-from eyas.adapt.swap import head_of, load_like, put
 from eyas.api import LLM
 from eyas.core.features import RowFeature
 from eyas.core.requests import Request, RequestFeature
 from eyas.core.target import Target
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import EyasError, one_line
+from eyas_train.adapt.swap import head_of, load_like, put
 
 log = logging.getLogger("eyas.serve.adapt")  # the server shows what is logged below eyas.serve
 
-__all__ = ["Heads", "Private", "PrivateRow", "adapting"]
+__all__ = ["Heads", "Private", "PrivateRow"]
 
 
 class Private(RequestFeature):
@@ -28,19 +27,6 @@ class Private(RequestFeature):
 
 class PrivateRow(RowFeature):
     """Marks a row whose text is not kept."""
-
-
-def adapting(llm: LLM, **settings: Any) -> Any:
-    """Return an `eyas_train.adapt.LearningLLM`: the LLM with a head that learns from what it answers.
-
-    Args:
-        settings: see `eyas_train.adapt.Settings`.
-
-    Raises:
-        OptionError: the package eyas-train is not installed, or the head cannot learn.
-    """
-    learning = elsewhere.part("adapt", "a head that learns")
-    return learning.LearningLLM(llm, learning.Settings(**settings))
 
 
 class Heads:

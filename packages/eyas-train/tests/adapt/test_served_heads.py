@@ -13,8 +13,8 @@ import pytest
 
 import eyas
 from eyas import checkpoints, drafters
-from eyas.adapt import Heads, adapting
 from eyas.core.options import build_options
+from eyas_train.adapt import Heads, adapting
 from serving import PROMPTS, Running, running, small_llm
 
 ADMIN = "the admin's key"

@@ -318,7 +318,7 @@ def _drafter(
 
 def _reader(llm: LLM, config: TrainConfig, data: Data) -> FeatureReader | None:
     """Return the kernels that read features, where rounding is allowed and they suit the target."""
-    from eyas.runners.reading import feature_reader
+    from eyas_train.kernel_features import feature_reader
     from eyas_train.store import StoredExamples
 
     if config.precision == "float32" or isinstance(data.train, StoredExamples) or llm.target.device.type != "cpu":

@@ -8,7 +8,7 @@ import torch
 import zoo
 from eyas import kernels
 from eyas.core.target import Target
-from eyas.runners import reading
+from eyas_train import kernel_features
 from runners.test_cpu import SIZES, ids, model
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ def test_features_are_the_models_own(family: str, rounded: bool, monkeypatch: py
     rounded weights. Texts of several lengths share a pass, so a text that sees another fails."""
     target = Target(model(family))
     if not rounded:
-        monkeypatch.setattr(reading, "ROUNDED", kernels.EXACT)
-    read, expected = reading.feature_reader(target), exact_features(target)
+        monkeypatch.setattr(kernel_features, "ROUNDED", kernels.EXACT)
+    read, expected = kernel_features.feature_reader(target), exact_features(target)
     assert read is not None
     tokens_M = torch.cat([torch.tensor(ids(length, length)) for length in LENGTHS])
     found = read(tokens_M, LENGTHS, LAYERS)
@@ -39,5 +39,5 @@ def test_features_are_the_models_own(family: str, rounded: bool, monkeypatch: py
 
 
 def test_targets_that_the_kernels_do_not_know_are_read_by_their_own_forward() -> None:
-    assert reading.feature_reader(Target(zoo.FAMILIES["gemma2"]())) is None
-    assert reading.feature_reader(Target(zoo.tiny("llama", **SIZES).bfloat16())) is None
+    assert kernel_features.feature_reader(Target(zoo.FAMILIES["gemma2"]())) is None
+    assert kernel_features.feature_reader(Target(zoo.tiny("llama", **SIZES).bfloat16())) is None

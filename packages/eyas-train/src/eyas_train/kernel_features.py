@@ -16,8 +16,8 @@ from torch import Tensor
 from eyas import kernels
 from eyas.core.target import Target
 from eyas.kernels import Pass
-from eyas.runners._comparison import UnsuitedError
 from eyas.runners.cpu import CpuRunner, make_cpu_runner
+from eyas.runners.tools import UnsuitedError
 
 __all__ = ["feature_reader"]
 

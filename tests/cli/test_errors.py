@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import shutil
 import sys
@@ -23,7 +22,6 @@ from eyas import checkpoints, drafters
 from eyas.cli import _files, _options, generate
 from eyas.core.target import Target
 from eyas.drafters import eagle1
-from eyas.drafters.eagle3 import choose_draft_vocabulary
 from eyas.errors import InputError
 from eyas.option_texts import list_options
 
@@ -322,13 +320,3 @@ def test_no_option_of_a_method_has_a_commands_name() -> None:
     assert {"stop", "kernels", "temperature"} <= taken
     for name in drafters.names():
         assert not taken & {option.name for option in list_options(drafters.find(name).Options)}, name
-
-
-def test_a_draft_vocabulary_larger_than_the_data(caplog: pytest.LogCaptureFixture) -> None:
-    """Bug: an error after the data is read, where a note and the smaller size would do."""
-    counts_V = torch.tensor([0, 3, 1, 0, 2])
-    with caplog.at_level(logging.INFO, "eyas"):
-        assert choose_draft_vocabulary(counts_V, 2).tolist() == [1, 4]
-        assert not caplog.messages
-        assert choose_draft_vocabulary(counts_V, 4).tolist() == [1, 2, 4]
-    assert caplog.messages == ["head.draft_vocab 4: the training data has 3 different tokens that count, so it is 3"]

@@ -22,7 +22,6 @@ draft.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
@@ -50,9 +49,8 @@ from eyas.drafters._options import SelfTraining, check_weight, check_whole
 from eyas.errors import CheckpointError, FitError, OptionError
 from eyas.nn import LayerShape
 
-__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest", "choose_draft_vocabulary"]
+__all__ = ["Architecture", "Method", "Net", "Options", "TrainingTimeTest"]
 
-log = logging.getLogger(__name__)  # the command line shows its messages
 
 MAX_DRAFT_VOCABULARY = 32_000  # the paper's, for new heads unless the options say otherwise
 DRAFT_IDS = "draft_ids"  # the draft vocabulary in a checkpoint
@@ -247,19 +245,6 @@ class Method(DynamicEagle):
         net: Net = self.decoding_net
         normed = net.head_input(hidden)
         return net.head(normed) if net.head is not None else self.target.head(normed.to(self.target.dtype))
-
-
-def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
-    """Return the most frequent tokens, int64 [v], ascending; None for the whole vocabulary. With `size` tokens, or as many
-    as occur."""
-    distinct = int((counts_V > 0).sum())
-    if size is not None and size > distinct:
-        told_size = "head.draft_vocab %d: the training data has %d different tokens that count, so it is %d"
-        log.info(told_size, size, distinct, distinct)
-    size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
-    if size >= len(counts_V):
-        return None
-    return counts_V.argsort(descending=True, stable=True)[:size].sort().values
 
 
 # --- the fused layers

@@ -15,6 +15,7 @@ from eyas.drafters import DraftMethod, eagle3, mtp, peagle
 from eyas.drafters.tools import mask_token
 from eyas.errors import CheckpointError
 from eyas_train.fitting import final_scale, norm_scale
+from eyas_train.vocab import choose_draft_vocabulary
 
 __all__ = ["new_head"]
 
@@ -43,7 +44,7 @@ def _eagle3(
     """Return a head of which norm and head are copies of the target's, and whose layers add nothing yet. The draft
     vocabulary has the most frequent tokens of `counts_V`."""
     options = options or kind.Options()
-    ids_v = None if counts_V is None else eagle3.choose_draft_vocabulary(counts_V, options.head.draft_vocab)
+    ids_v = None if counts_V is None else choose_draft_vocabulary(counts_V, options.head.draft_vocab)
     heads = {} if options.head.kv_heads is None else {"num_kv_heads": options.head.kv_heads}
     method = kind.new(target, options, seed, ids_v, **heads)
     net, D, weight = method.net, target.hidden_size, getattr(target.family.head, "weight", None)

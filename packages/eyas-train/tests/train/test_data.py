@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import re
 import sys
 from datetime import datetime
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
@@ -39,6 +41,7 @@ from chat_data import (
 from eyas.errors import InputError, OptionError
 from eyas.text import render
 from eyas_train.data import Batches, Example, Examples, Report, data_hash, read
+from eyas_train.vocab import choose_draft_vocabulary
 
 NESTLING = Path(__file__).parents[5] / "shared" / "models" / "nestling"
 
@@ -384,3 +387,13 @@ def test_examples_are_packed_end_to_end() -> None:
     assert (examples[-1], examples[1:]) == (examples[1], [examples[1]])
     with pytest.raises(IndexError):
         examples[2]
+
+
+def test_a_draft_vocabulary_larger_than_the_data(caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: an error after the data is read, where a note and the smaller size would do."""
+    counts_V = torch.tensor([0, 3, 1, 0, 2])
+    with caplog.at_level(logging.INFO, "eyas"):
+        assert choose_draft_vocabulary(counts_V, 2).tolist() == [1, 4]
+        assert not caplog.messages
+        assert choose_draft_vocabulary(counts_V, 4).tolist() == [1, 2, 4]
+    assert caplog.messages == ["head.draft_vocab 4: the training data has 3 different tokens that count, so it is 3"]

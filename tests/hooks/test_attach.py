@@ -21,7 +21,7 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError
-from eyas.hooks import write_custom_generate
+from eyas_train.custom_generate import write_custom_generate
 from hooks.conftest import padded
 from toy_tokenizer import VOCAB, byte_tokenizer
 

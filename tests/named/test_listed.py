@@ -16,11 +16,12 @@ import eyas
 import hub
 import processes
 import zoo
-from eyas import checkpoints, drafters, hooks, named
+from eyas import checkpoints, drafters, named
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError
+from eyas_train.custom_generate import write_custom_generate
 
 
 def test_every_entry_is_whole() -> None:
@@ -65,7 +66,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     head = method.random(Target(model), build_options(method.Options, {}), 0)
     for name in ("good", "damaged"):
         checkpoints.save(head.weights(), tmp_path / name)
-        hooks.write_custom_generate(tmp_path / name)
+        write_custom_generate(tmp_path / name)
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
     return {"Qwen/Qwen3-8B": tmp_path / "target", listed[0]: tmp_path / "damaged", listed[1]: tmp_path / "good"}
 

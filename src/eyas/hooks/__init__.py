@@ -20,7 +20,6 @@ from eyas.hooks.custom import (
     detach,
     generate_by_folder,
     hf,
-    write_custom_generate,
 )
 
-__all__ = ["Attachment", "CustomGenerate", "attach", "detach", "generate_by_folder", "hf", "write_custom_generate"]
+__all__ = ["Attachment", "CustomGenerate", "attach", "detach", "generate_by_folder", "hf"]

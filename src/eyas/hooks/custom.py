@@ -9,8 +9,8 @@ where `arguments_of_generate` looks. If that function has another name one day, 
 LLMs of the model: they refer to it, so they are freed together with it. Copies of the model (deepcopy, pickle) begin
 without them.
 
-With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`. transformers
-reads two files there: `generate.py`, which it runs, and `requirements.txt`, which it checks and does not install.
+With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`: transformers runs a
+file there that calls `generate_by_folder`. eyas-train writes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
@@ -38,12 +37,11 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from eyas import __version__, api
+from eyas import api
 from eyas.arguments import whole_number
 from eyas.core.drafter import Drafter
 from eyas.core.target import turn_of
 from eyas.errors import InputError, ModelError, OptionError
-from eyas.files import write_text
 from eyas.hooks.loop import Lockstep, decode
 from eyas.hooks.refusals import check_call, media_of, refused
 from eyas.hooks.sampling import Batch, Distribution
@@ -59,17 +57,6 @@ TARGET_OPTIONS = (
     "trust_remote_code",
 )  # fmt: skip
 MARK = "eyas_custom_generate"  # attribute of our function that replaces `generate`
-GENERATE = '''\
-"""Lets eyas decode with this draft head: model.generate(..., custom_generate="this repository", trust_remote_code=True)."""
-
-from eyas.hooks import generate_by_folder
-
-
-def generate(model, **arguments):
-    """Do what the model's own generate does, decoded by eyas."""
-    return generate_by_folder(model, **arguments)
-'''
-REQUIREMENTS = f"eyas>={__version__}\n"
 OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # options of eyas, which generate does not have
 
 
@@ -353,18 +340,6 @@ def _generate_with(model: PreTrainedModel, custom: CustomGenerate, arguments: di
         arguments["stopping_criteria"] = with_stop_strings(arguments.get("stopping_criteria") or (), tokenizer, strings)
         arguments["stop_strings"] = None
     return cast(Any, type(model)).generate(model, **{**arguments, "custom_generate": custom})
-
-
-def write_custom_generate(folder: str | Path) -> Path:
-    """Write `custom_generate/` with its two files into the folder of a draft head; returns it."""
-    head = Path(folder).expanduser()
-    if not (head / "config.json").is_file():
-        raise InputError(f"{head} holds no draft head: there is no config.json")
-    inner = head / "custom_generate"
-    inner.mkdir(exist_ok=True)
-    write_text(inner / "generate.py", GENERATE)
-    write_text(inner / "requirements.txt", REQUIREMENTS)
-    return inner
 
 
 def generate_by_folder(model: PreTrainedModel, **arguments: Any) -> Any:

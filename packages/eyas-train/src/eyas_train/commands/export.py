@@ -66,7 +66,7 @@ def command(
         raise InputError(f"--generate-hook writes into a folder, and {job.format} is a single file: leave it out")
     lines = exports.export(weights, job.format, job.output, _target(head, job), job.dtype or "")
     if job.generate_hook:
-        from eyas.hooks import write_custom_generate
+        from eyas_train.custom_generate import write_custom_generate
 
         write_custom_generate(job.output)
     if job.as_json:

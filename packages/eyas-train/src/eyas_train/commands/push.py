@@ -83,7 +83,7 @@ def command(
 
 def _fill(parcel: Path, folder: Path, weights: Weights, repo: str, job: PushOptions) -> str:
     """Put into a folder what is sent; returns the card."""
-    from eyas.hooks import write_custom_generate
+    from eyas_train.custom_generate import write_custom_generate
 
     for pattern in (*KEPT, *WEIGHTS):
         for path in folder.glob(pattern):

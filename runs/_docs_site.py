@@ -31,7 +31,6 @@ REFERENCE = {
     "core.verify": "which tokens are accepted",
     "drafters.tools": "parts of methods",
     "checkpoints": "heads",
-    "metrics": "figures",
     "tiny": "the embedded model",
     "errors": "what is raised",
 }

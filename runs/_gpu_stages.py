@@ -24,10 +24,10 @@ import eyas
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.metrics import first_difference
 from eyas_lab.bench import cost
 from eyas_lab.bench.card import card
 from eyas_lab.bench.simulate import simulated
+from eyas_lab.metrics import first_difference
 
 Record = dict[str, Any]
 Stages = Mapping[str, Mapping[str, Record]]  # of a record: stage -> case -> what it measured

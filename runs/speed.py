@@ -35,8 +35,8 @@ from eyas import kernels, runners
 from eyas.adaptive import make_controller
 from eyas.api import LLM
 from eyas.core.target import Target
+from eyas.core.totals import tau
 from eyas.drafters import Drafter, find
-from eyas.metrics import tau
 from eyas.passes import verify_cost
 from eyas_lab.bench.contestants import Contestant, Drafting, Transformers
 from eyas_lab.bench.intervals import relative_cycle_cost

@@ -29,7 +29,7 @@ LAYERS = {
     "core": 0,
     **dict.fromkeys(["features", "nn", "option_texts", "passes", "targets", "text", "tiny"], 1),
     "checkpoints": 2,
-    **dict.fromkeys(["drafters", "metrics", "grammar", "named"], 3),
+    **dict.fromkeys(["drafters", "grammar", "named"], 3),
     **dict.fromkeys(["blocks", "pard", "runners"], 4),
     **dict.fromkeys(["adaptive", "arguments"], 5),
     "api": 6,

@@ -20,9 +20,9 @@ from eyas.core.engine import Decoder, Request, Step
 from eyas.core.prompts import MIN_AUTO_BUDGET, OLDEST_EVERY
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.core.totals import StepTotals
 from eyas.drafters import Drafter
 from eyas.errors import OptionError
-from eyas.metrics import StepTotals
 from eyas.timing import StageTimer
 from reference import plain_decode
 from test_lossless import DRAWN, SAMPLINGS

@@ -36,8 +36,8 @@ import eyas
 from eyas import passes, tiny
 from eyas.api import LLM
 from eyas.core.drafter import TreeSize
+from eyas.core.totals import tau
 from eyas.files import write_text
-from eyas.metrics import tau
 from eyas.passes import CONTEXT, time_passes
 from eyas_lab.bench.contestants import Drafting
 from eyas_lab.bench.run import Bench

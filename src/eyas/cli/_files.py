@@ -256,7 +256,7 @@ class FileRun:
 
     @property
     def tau(self) -> float:
-        from eyas.metrics import tau
+        from eyas.core.totals import tau
 
         return tau(self.emitted, self.cycles)
 

@@ -1,5 +1,5 @@
-"""One sum over the Steps of any number of requests, and the two figures that every answer has. `eyas.metrics`
-defines all figures.
+"""One sum over the Steps of any number of requests, and the two figures that every answer has. eyas-lab has
+the others (`eyas_lab.metrics`).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from eyas.api import LLM, Stats
 from eyas.core.requests import Step
+from eyas.core.totals import StepTotals
 from eyas.errors import EyasError
 from eyas.hooks.sampling import Distribution
-from eyas.metrics import StepTotals
 
 
 class Lockstep:

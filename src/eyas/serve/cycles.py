@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from eyas.core.requests import Step
-from eyas.metrics import StepTotals
+from eyas.core.totals import StepTotals
 from eyas.text import Detokeniser
 
 if TYPE_CHECKING:

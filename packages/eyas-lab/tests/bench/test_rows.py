@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from eyas import metrics
 from eyas.core.engine import Step
+from eyas.core.totals import tau
 from eyas.core.tree import Draft
 from eyas.hardware.machine import Used
 from eyas_lab.bench import rows as table_of
@@ -244,6 +244,6 @@ def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
     cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
     plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
     cycles = [cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
-    assert metrics.tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
+    assert tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
     assert mean_acceptance_length(cycles) == 1 + (3 + 0 + 2) / 3
     assert mean_acceptance_length([cycle_of(plain)]) is None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
+from eyas.core.totals import StepTotals
 from eyas.drafters import DraftMethod
-from eyas.metrics import StepTotals
 from eyas_lab.metrics import cycle_of, n_alpha
 from eyas_train.data import Example
 

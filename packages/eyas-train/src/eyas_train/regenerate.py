@@ -21,8 +21,8 @@ from eyas.core.drafter import Drafter
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
+from eyas.core.totals import StepTotals
 from eyas.errors import InputError
-from eyas.metrics import StepTotals
 from eyas.text import render, reply_message, template_keywords
 from eyas.text.sources import as_file
 from eyas_lab.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line

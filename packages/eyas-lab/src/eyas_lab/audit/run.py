@@ -26,11 +26,11 @@ import torch
 from eyas.core.params import Sampling
 from eyas.errors import OptionError
 from eyas.files import parse_json, write_text
-from eyas.metrics import first_difference
 from eyas_lab.audit.arms import ARMS, Recorded, power, sequence_power
 from eyas_lab.audit.deployments import Answer, Ask, Deployment, answer_all
 from eyas_lab.audit.referee import Referee
 from eyas_lab.audit.statistics import Evidence, Finding, holm, run_tests, sequence_test
+from eyas_lab.metrics import first_difference
 
 __all__ = ["Plan", "Records", "audit"]
 

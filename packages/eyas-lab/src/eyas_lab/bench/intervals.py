@@ -1,4 +1,4 @@
-"""Costs, ratios of figures of `eyas.metrics`, and their intervals.
+"""Costs, ratios of figures of `eyas_lab.metrics`, and their intervals.
 
     c           seconds of a cycle / seconds of a step of plain decoding
     speed-up    tokens per second / plain decoding's tokens per second on the same prompts, = tau / c

@@ -1,7 +1,7 @@
 """The table of a bench: a row of figures for each temperature, task and contestant. Numbers in,
 numbers out.
 
-`eyas.metrics` and `bench.intervals` define the figures. All are ratios of sums over prompts, so long answers weigh more.
+`eyas_lab.metrics` and `bench.intervals` define the figures. All are ratios of sums over prompts, so long answers weigh more.
 The turns of a prompt are one sample of the bootstrap; ratios of two contestants are paired by
 prompt.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.metrics import tokens_per_second
+from eyas.core.totals import tokens_per_second
 from eyas_lab.bench.intervals import (
     RESAMPLES,
     Interval,

@@ -34,13 +34,13 @@ from eyas.errors import FitError, InputError, one_line
 from eyas.files import parse_json, write_text
 from eyas.hardware import cpu_name, versions
 from eyas.hardware.machine import snapshot, used
-from eyas.metrics import first_difference, margin
 from eyas.targets.fingerprints import fingerprint
 from eyas.text import reply_message
 from eyas_lab.bench.card import gpus
 from eyas_lab.bench.contestants import Contestant, Question
 from eyas_lab.bench.record import FORMAT, Answer, Differs
 from eyas_lab.bench.tasks import Prompt
+from eyas_lab.metrics import first_difference, margin
 
 __all__ = ["Bench", "OnPrompt", "read_answers"]
 

@@ -240,7 +240,7 @@ class Demo:
 
     def _compare(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> None:
         from eyas.core.engine import Request
-        from eyas.metrics import first_difference, margin
+        from eyas_lab.metrics import first_difference, margin
 
         place = first_difference(plain.token_ids, answer.token_ids)
         if place is not None:
@@ -326,7 +326,7 @@ def _print_table(rounds: Sequence[dict[str, Answer]]) -> dict[str, float]:
 
 def _figures(answers: Sequence[Answer]) -> tuple[int, float, str]:
     """Return the tokens, tokens a second of whole answers, and tau; "-" for a side without one."""
-    from eyas.metrics import tau, tokens_per_second
+    from eyas.core.totals import tau, tokens_per_second
 
     tokens = sum(len(answer.token_ids) for answer in answers)
     rate = tokens_per_second(tokens, sum(answer.seconds for answer in answers))

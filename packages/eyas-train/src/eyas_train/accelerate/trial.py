@@ -16,9 +16,9 @@ import torch
 
 from eyas.api import LLM
 from eyas.core.target import Target
+from eyas.core.totals import tokens_per_second
 from eyas.drafters import DraftMethod
 from eyas.errors import InputError
-from eyas.metrics import tokens_per_second
 from eyas.passes import seconds_of, verify_cost
 from eyas.text import encode_part, render
 from eyas_train.config import TrainConfig

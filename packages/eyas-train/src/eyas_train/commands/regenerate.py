@@ -181,7 +181,7 @@ class _Run(FileRun):
 
     @property
     def tokens_per_second(self) -> float:
-        from eyas.metrics import tokens_per_second
+        from eyas.core.totals import tokens_per_second
 
         return tokens_per_second(self.counts["tokens"], time.monotonic() - self.began)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import zoo
-from eyas import metrics
 from eyas.core.engine import Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.core.totals import StepTotals, tau, tokens_per_second
 from eyas.core.tree import Draft, Tree
-from eyas_lab import metrics as cycle_metrics
+from eyas_lab import metrics
 from steps import step
 
 
@@ -26,7 +26,7 @@ def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
 
 def test_totals() -> None:
     """Bugs: the prompt's own token counts as a cycle's, or the seconds begin with the second step."""
-    totals = metrics.StepTotals()
+    totals = StepTotals()
     assert (totals.tau, totals.seconds, totals.cycles) == (0, 0, 0)
     totals.add(Step(1, (7,), None, seconds=2.0, ended_at=12.0))
     for one, ended_at in ((chain(3), 13.0), (chain(0), 15.0)):
@@ -40,8 +40,8 @@ def test_totals() -> None:
 
 def test_ratios_without_anything_under_them() -> None:
     """Bug: answers of one token divide by zero."""
-    assert metrics.tau(0, 0) == metrics.tokens_per_second(0, 0) == metrics.tokens_per_second(0, 1) == 0
-    assert (metrics.tau(6, 2), metrics.tokens_per_second(6, 2)) == (3, 3)
+    assert tau(0, 0) == tokens_per_second(0, 0) == tokens_per_second(0, 1) == 0
+    assert (tau(6, 2), tokens_per_second(6, 2)) == (3, 3)
 
 
 # --- acceptance by depth -------------------------------------------------------------------------------
@@ -58,18 +58,18 @@ def test_cycles_of_steps() -> None:
         step(1, (0, 2, 5), emitted=1, finish="stop"),  # cut at an accepted token: 5 was accepted, but not emitted
         step(0, (0,), ((-1, 0), (True, False))),
     ]
-    assert [cycle_metrics.cycle_of(s).tested for s in steps] == [1, 2, 2, 3, 1, 0]
-    cycle = cycle_metrics.cycle_of(steps[1], seconds=0.8)
+    assert [metrics.cycle_of(s).tested for s in steps] == [1, 2, 2, 3, 1, 0]
+    cycle = metrics.cycle_of(steps[1], seconds=0.8)
     assert (cycle.nodes, cycle.candidates, cycle.accepted, cycle.accepted_uncut, cycle.seconds) == (7, 5, 1, 1, 0.8)
 
 
 def test_n_alpha_by_hand() -> None:
     """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is
     no refusal."""
-    cycles = [cycle_metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
-    assert cycle_metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
-    assert cycle_metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
-    assert cycle_metrics.acceptance_by_depth(cycles, 4)[3] is None
+    cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
+    assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
+    assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
+    assert metrics.acceptance_by_depth(cycles, 4)[3] is None
 
 
 def test_only_what_was_drafted() -> None:
@@ -81,13 +81,11 @@ def test_only_what_was_drafted() -> None:
         Step(1, tuple(range(accepted + 1)), None, tuple(range(accepted + 1)), draft, row)
         for row, accepted in ((0, 1), (0, 0), (1, 3), (1, 1))
     ]
-    cycles = [cycle_metrics.cycle_of(s) for s in steps]
-    assert cycle_metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
-    assert set(cycle_metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
-    unreported = cycle_metrics.Cycle(3, 2, 1.0)
-    assert cycle_metrics.acceptance_by_depth([unreported], 2) == [None, None], (
-        "transformers does not report what it drafted"
-    )
+    cycles = [metrics.cycle_of(s) for s in steps]
+    assert metrics.depth_counts(cycles, 5) == [(4, 3), (2, 1), (1, 1), (0, 0), (0, 0)]
+    assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
+    unreported = metrics.Cycle(3, 2, 1.0)
+    assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
 
 
 # --- texts ---------------------------------------------------------------------------------------------

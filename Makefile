@@ -62,7 +62,7 @@ bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DAT
 	@DATA="$(DATA)" FEATURES="$(FEATURES)" $(if $(STAGES),STAGES="$(STAGES)") $(if $(TOKENS),TOKENS="$(TOKENS)") sh runs/bench_heads.sh
 
 test: $(STAMP) ## the tests, of large matrices each value once (12 to 13 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
-test-all: $(STAMP) ## every case of every test, and whole runs of programs (about half an hour on two idle cores)
+test-all: $(STAMP) ## before a release: every case of every test, and whole runs of programs (about half an hour on two idle cores)
 test-all: ALL := --all
 test test-all:
 	@echo "==> pytest: tests/ in $(JOBS) processes, the ten slowest are listed at the end"
@@ -128,7 +128,7 @@ lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@echo "==> foreign English in pages and help; tests/test_prose.py fails at any"
 	@$(BIN)/python tests/prose.py
 
-check: lint docs test-all ## lint, types, the site and every case of every test: what must pass before a branch is merged
+check: lint docs test ## lint, types, the site and the tests: what must pass before a branch is merged
 
 format: $(STAMP) ## let ruff format the code and sort the imports
 	@$(BIN)/ruff check --fix-only $(LINT)

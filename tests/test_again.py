@@ -95,4 +95,4 @@ def test_only_ci_runs_tests_again(tmp_path: Path) -> None:
     root = TESTS.parent
     if (root / "Makefile").exists():  # the tests of a wheel have none
         assert "--again" not in (root / "Makefile").read_text()
-        assert "make test-all ARGS=--again" in (root / ".ci" / "run").read_text()
+        assert "make test ARGS=--again" in (root / ".ci" / "run").read_text()

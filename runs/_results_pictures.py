@@ -1,26 +1,16 @@
-"""Pictures of docs/lab/results.md and docs/lab/report.md.
+"""Pictures of docs/lab/results.md.
 
 Other pictures of these pages show what was measured once; they are not drawn again.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from _pictures import svg
 from _records import GENERATE, PLAIN, best_tree, record
 from matplotlib.figure import Figure
-from transformers import AutoConfig
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "packages" / "eyas-lab" / "runs"))
-from predict_check import LLAMA_8B, PUBLISHED
-
-from eyas.core.drafter import TreeSize
-from eyas_lab.predict import MACHINES, Prediction, Settings, read_head
-from eyas_lab.predict.models import model_of
 
 # An opaque light background, so that labels can be read on a dark page too. Colours: Okabe and Ito.
 STYLE: Any = {"font.size": 10, "figure.facecolor": "#fcfcfd", "axes.facecolor": "#fcfcfd"}
@@ -32,7 +22,6 @@ SPEEDS = {
     "speed_nestling": "nestling\nIntel AMX",
     "speed_nestling_int8": "nestling int8\nIntel AMX",
 }
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def draw_speed(figure: Figure) -> None:
@@ -93,43 +82,10 @@ def draw_curve(figure: Figure) -> None:
         axes.set(xlabel="million tokens read")
 
 
-def llama_on_h100(rows: int) -> Prediction:
-    """The prediction for LLaMA-3.1-8B with a typical EAGLE-3 head on an H100."""
-    model = model_of(AutoConfig.for_model("llama", **LLAMA_8B), "Llama-3.1-8B")
-    return Prediction(model, MACHINES["h100"], read_head(None, "eagle3", model), Settings(rows=rows))
-
-
-def draw_rows(figure: Figure) -> None:
-    """Speed-up by requests at a time: published, and by arithmetic."""
-    axes = figure.subplots()
-    size = TreeSize(4, 3, 1)
-    predictions = [llama_on_h100(rows).of_tree(size).speedup for rows in ROWS]
-    best = [llama_on_h100(rows).trees(1)[0].speedup for rows in ROWS]
-    axes.plot(ROWS, predictions, color="black", ls="--", label="Llama-3.1-8B, H100, 3 drafts (by arithmetic)")
-    axes.plot(ROWS, best, color="black", ls=":", label="the same, best tree")
-    published = [(rows, figure) for _, what, rows, _, figure in PUBLISHED if what == "speed-up"]
-    axes.plot(*zip(*published, strict=True), color=BLUE, marker="o", ms=4, label="published, SGLang on an H100")
-    lines = [line for line in record("never_slower")["lines"] if line["command"] == "python"]
-    for target, colour in (("smollm2-q4_1", ORANGE), ("embedded", GREY)):
-        points = [(line["rows"], line["over_off"][0]) for line in lines if line["target"] == target]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker="^", ms=5, label=f"ours, {target}, EPYC (AVX2)")
-    axes.axhline(1, color="0.8", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([rows for rows in ROWS if rows & (rows - 1) == 0])
-    axes.set_xticks(axes.get_xticks(), [f"{int(rows)}" for rows in axes.get_xticks()])
-    axes.set(
-        xlabel="requests at a time", ylabel="over plain decoding", title="Speed-up against the load", ylim=(0.8, None)
-    )
-    axes.legend(fontsize=8, bbox_to_anchor=(1, 0.98), loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
-    axes.set_ylim(0.8, 4.3)
-
-
 PICTURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "speed": (draw_speed, (9, 3.8)),
     "pass_cost": (draw_pass_cost, (7, 3.8)),
     "smollm2_curve": (draw_curve, (9, 3.6)),
-    "report_rows": (draw_rows, (7, 3.8)),
 }
 
 

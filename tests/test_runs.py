@@ -130,15 +130,6 @@ def test_pages_that_scripts_make(script: str, command: Any) -> None:
     assert command(script).main(["--check"]) == 0, f"run: python runs/{script}.py"
 
 
-def test_predictions_are_those_of_the_record(command: Any) -> None:
-    """Bug: the arithmetic of `eyas predict` changes, or its record, and docs/guide/predict.md keeps its old figures."""
-    check = command("predict_check")
-    record = json.loads((RUNS.parent / "docs" / "results" / "predict.json").read_text(encoding="utf-8"))
-    assert check.tables(record) in check.PAGE.read_text(encoding="utf-8"), (
-        "run: python packages/eyas-lab/runs/predict_check.py --tables"
-    )
-
-
 def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:
     """Bugs: a run goes on in the rows of other settings; what was measured is measured again."""
     common = command("_common")

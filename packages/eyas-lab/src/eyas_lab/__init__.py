@@ -2,11 +2,10 @@
 
     bench/        methods compared on tasks
     audit/        whether a deployment is lossless
-    predict/      the speed-up to expect, by arithmetic
     methods/      Medusa, Hydra, lookahead, REST, self-speculative decoding; one file is one method
     formats/      published heads of Medusa and Hydra
     datastore.py  the sorted tokens in which REST looks
-    commands/     `eyas bench`, `eyas audit`, `eyas predict`
+    commands/     `eyas demo`, `eyas bench`, `eyas tune`, `eyas audit`
 
 eyas finds commands, methods and formats by entry points.
 """

@@ -103,7 +103,12 @@ def _mark_exhaustive(test: str, members: Sequence[pytest.Item]) -> Matrix:
 
 
 def _values(item: Any) -> dict[str, str]:
-    return {axis: repr(value) for axis, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+    """Return the value of each axis as text. Tensors have the number of their case: to print thousands takes seconds. torch
+    is not imported here, as that takes seconds, too."""
+    if not hasattr(item, "callspec"):
+        return {}
+    params, number = item.callspec.params, item.callspec.indices
+    return {axis: f"{number[axis]}" if hasattr(value, "data_ptr") else repr(value) for axis, value in params.items()}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

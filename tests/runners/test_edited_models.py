@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -31,8 +32,8 @@ def test_every_edit_keeps_the_ids(part: int) -> None:
     """Bug: kernels take the shapes of the first layer for those of all, write past the end of their memory, and end the
     process. A child, so that pytest lives; edits that kernels run and such that they leave to torch."""
     names = [*edited.EDITS][part::2]
-    command = [sys.executable, Path(edited.__file__), *names]
-    done = processes.run(command, env=processes.environment())
+    command = [sys.executable, "-c", Path(edited.__file__).read_text(encoding="utf-8"), *names]
+    done = processes.run(command, warm=True, env=processes.environment(PYTHONPATH=os.pathsep.join(sys.path)))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert [line for line in done.stdout.splitlines() if line.endswith("is right")] == [
         f"{name} is right" for name in names

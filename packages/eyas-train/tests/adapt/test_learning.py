@@ -59,7 +59,7 @@ def test_drafts_get_longer(name: str) -> None:
     target = target_by("model")
     learner = Learner(make(name, target), ALWAYS)
     before = tau(learner, target)
-    for _ in range(8):
+    for _ in range(6):
         tau(learner, target)
         while learner.rest():
             pass

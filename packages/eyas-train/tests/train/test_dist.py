@@ -70,6 +70,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     assert_close(left["optimizers"], right["optimizers"])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 @pytest.mark.parametrize("name", ["toy", "eagle1", "eagle3"])
 def test_two_processes_are_one(tmp_path: Path, alone: Any, name: str, parallel: str) -> None:

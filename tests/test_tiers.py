@@ -81,7 +81,7 @@ def test_shares_begin_at_different_places() -> None:
 PROGRAM = """
 import pytest
 
-@pytest.mark.cover(b=1)
+@pytest.mark.cover("y-0", b=1)
 @pytest.mark.quick("x-0")
 @pytest.mark.parametrize("a", [0, 1, 2])
 @pytest.mark.parametrize("b", ["x", "y"])
@@ -94,9 +94,9 @@ def test_long(): pass
 
 @pytest.mark.quick("test")
 @pytest.mark.parametrize(("options", "passed", "further"), [
-    ((), 3, "4 further cases: make test-all"),
-    (("-m", "not slow"), 1, "4 further cases"),
-    (("-p", "xdist", "-n", "2"), 3, "4 further cases"),
+    ((), 4, "3 further cases: make test-all"),
+    (("-m", "not slow"), 1, "3 further cases"),
+    (("-p", "xdist", "-n", "2"), 4, "3 further cases"),
     (("--all",), 7, ""),
     (("test_a.py::test_long",), 1, ""),
 ], ids=["test", "fast", "two processes", "all", "named"])  # fmt: skip

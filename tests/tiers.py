@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wrong = [line for test, members in tests.items() if (line := _mark_slow(test, members)) and not named]
     if wrong:
         raise pytest.UsageError("\n".join(wrong))
-    config.stash[MATRICES] = {test: _mark_exhaustive(test, members) for test, members in tests.items()}
+    config.stash[MATRICES] = {test: _mark_exhaustive(test, members, named) for test, members in tests.items()}
     left_out = [] if named or config.option.all else [i for i in items if i.get_closest_marker("exhaustive")]
     config.stash[LEFT_OUT] = len(left_out)
     if left_out:
@@ -72,7 +72,7 @@ def _mark_slow(test: str, members: Sequence[pytest.Item]) -> str:
         return ""
     used = set[str]()
     for member in members:
-        name = member.name.partition("[")[2].removesuffix("]")
+        name = _id(member)
         fitting = {pattern for pattern in quick.args if name == pattern or fnmatchcase(name, pattern)}
         used |= fitting
         if not fitting:
@@ -81,7 +81,7 @@ def _mark_slow(test: str, members: Sequence[pytest.Item]) -> str:
     return f"{test}: quick names {', '.join(unused)}, which it does not have" if unused else ""
 
 
-def _mark_exhaustive(test: str, members: Sequence[pytest.Item]) -> Matrix:
+def _mark_exhaustive(test: str, members: Sequence[pytest.Item], named: bool) -> Matrix:
     """Mark the members that are not of the cover; what is exhaustive is slow."""
     cases = [_values(member) for member in members]
     marker = members[0].get_closest_marker("cover")
@@ -91,6 +91,10 @@ def _mark_exhaustive(test: str, members: Sequence[pytest.Item]) -> Matrix:
     if marker:
         quick = [i for i, member in enumerate(members) if member.get_closest_marker("slow") is None]
         fixed = quick if len(quick) < len(members) else []  # what `make test-fast` runs, `make test` runs too
+        kept_ids = [i for i, member in enumerate(members) if _id(member) in marker.args]
+        if len(kept_ids) < len(marker.args) and not named:
+            raise pytest.UsageError(f"{test}: it does not have all of {', '.join(marker.args)}, which cover names")
+        fixed = sorted({*fixed, *kept_ids})
         chosen = cover(cases, wanted(test, cases, shares), fixed)
         for i in set(range(len(members))) - chosen:
             members[i].add_marker(pytest.mark.exhaustive)
@@ -100,6 +104,10 @@ def _mark_exhaustive(test: str, members: Sequence[pytest.Item]) -> Matrix:
             member.add_marker(pytest.mark.slow)
     kept = frozenset(i for i, further in enumerate(exhaustive) if not further)
     return Matrix(cases, kept, marker is not None, shares)
+
+
+def _id(member: pytest.Item) -> str:
+    return member.name.partition("[")[2].removesuffix("]")
 
 
 def _values(item: Any) -> dict[str, str]:

@@ -534,12 +534,9 @@ def drawn_cycle(name: str, grown: bool = False, block: bool = False, cut: Cut | 
     return cycle
 
 
-@pytest.mark.cover
+@pytest.mark.cover("torch-three-two")
 @pytest.mark.quick("kernels-three-near", "kernels-mixed-near", "kernels-three-far")
-@pytest.mark.parametrize(
-    "q",
-    ["near", "far", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "flat", "opposite", "point", "two"))],
-)
+@pytest.mark.parametrize("q", ["near", "far", "same", "flat", "opposite", "point", "two"])
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_trees_are_exact(name: str, q: str) -> None:
     """Guards recursive rejection: residuals, q without the refused sibling, bonus. Enumeration of
@@ -651,7 +648,6 @@ def slow_block(tokens: list[int], p_NV: Tensor, q_NV: Tensor, root: int, noise: 
     )
 
 
-@pytest.mark.cover(both_ways=1)
 @pytest.mark.slow
 def test_a_block_against_a_slow_one() -> None:
     """Guards positions, uniform numbers and rows of blocks with the real noise: 300 rows, each as

@@ -1,9 +1,13 @@
 """For every test: a cache folder of its own, so that no measurement from elsewhere is read and none
 is left behind; and a limit of work. Which tests run: tests/tiers.py; which run
-again: tests/again.py."""
+again: tests/again.py.
+
+The garbage collector waits until all modules are imported, which halves the time for that, and leaves alone what is there
+then."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -29,6 +33,7 @@ try:
 except ImportError:  # `make wings` tests each wing without the others
     kernels = None  # type: ignore[assignment]
 
+gc.disable()  # until pytest_collection_finish
 COMPILED = Path(__file__).resolve().parent / ".cache" / "tests"
 (COMPILED / "eyas" / "kernels" / "failure.json").unlink(missing_ok=True)  # there may be a compiler now
 # threads that wait for each other on a busy machine make a test of seconds one of minutes
@@ -37,6 +42,15 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # torch's code for AMX dies on some virtual machines
 os.environ["XDG_CACHE_HOME"] = str(COMPILED)  # while tests are collected: some of them ask for the kernels then
 CPU_SECONDS = 300  # of the test's own process; `timeout` in pyproject.toml ends a test that hangs
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings report leaks
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -203,6 +203,7 @@ def noise_of(kind: type[GumbelNoise], rows: int = ROWS) -> GumbelNoise:
     return kind(torch.arange(rows), torch.zeros(rows, dtype=torch.bool), False)
 
 
+@pytest.mark.cover("block", "block and tree", rule=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:

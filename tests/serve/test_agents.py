@@ -205,6 +205,7 @@ def test_a_call_of_the_server_can_be_answered(strict: Running, path: str) -> Non
     assert again.status_code == 200, again.text
 
 
+@pytest.mark.cover(arguments=5)
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [

@@ -24,6 +24,7 @@ import eyas
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.passes import seconds_of
 from eyas_lab.bench import cost
 from eyas_lab.bench.card import card
 from eyas_lab.bench.simulate import simulated
@@ -59,10 +60,31 @@ class Case:
 def _machine(lab: Lab, before: Stages) -> Record:
     """Name, versions, and the two ceilings: bytes read and operations per second."""
     described = card(dtype=lab.plan.dtype, device=str(lab.device))
-    bandwidth, flops = cost.bandwidth(lab.device), cost.flop_rate(lab.target(lab.plan.shape, "off"))
+    bandwidth, flops = cost.bandwidth(lab.device), flop_rate(lab.target(lab.plan.shape, "off"))
     gpu = described["gpus"][0]["name"] if described["gpus"] else described["cpu"]
     row = {"device": gpu, "TB/s read": (bandwidth or 0) / 1e12, "TFLOP/s": (flops or 0) / 1e12, **described["versions"]}
     return {"rows": [row], "card": described, "bandwidth": bandwidth, "flops": flops}
+
+
+def flop_rate(target: Target) -> float | None:
+    """Floating-point operations per second of the target's device in its dtype, all threads
+    together: the best of some products of matrices, by torch and, on a CPU, by the target's own
+    head, whose integer kernels can be faster.
+
+    None where the device has none of this dtype, or no memory for them.
+    """
+    device = target.device
+    size, rows = 8192 if device.type == "cuda" else 1024, 128
+    try:
+        matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
+        rate = 2 * size**3 / min(cost.device_seconds(lambda: matrix @ matrix, device) for _ in range(cost.REPEATS))
+        if device.type == "cpu":
+            hidden_MD = torch.randn(rows, target.hidden_size, dtype=target.dtype)
+            best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(cost.REPEATS))
+            rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
+    except RuntimeError:
+        return None
+    return rate
 
 
 def _texts(lab: Lab, before: Stages, dtype: str, kernels: str) -> Record:

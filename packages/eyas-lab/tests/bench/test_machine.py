@@ -84,7 +84,7 @@ def test_work_on_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch
     def work() -> None:
         _Event.now_ms += 2.0
 
-    assert cost._device_seconds(work, torch.device("cuda")) == pytest.approx(0.002)
+    assert cost.device_seconds(work, torch.device("cuda")) == pytest.approx(0.002)
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_random_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(numbers)
         return 0.5
 
-    monkeypatch.setattr(cost, "_device_seconds", seconds)
+    monkeypatch.setattr(cost, "device_seconds", seconds)
     assert cost.bandwidth(torch.device("cpu")) == 2**26 * 4 / 0.5
     assert len(read) == cost.REPEATS
     assert 0.2 < float(read[0][:1000].std()) < 0.4

@@ -1,5 +1,4 @@
-"""Bytes and operations of a pass of the target, the machine's bandwidth and rate of operations, and
-the memory in use."""
+"""Bytes and operations of a pass of the target, the machine's bandwidth, and the memory in use."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from eyas.core.target import Target
 from eyas.passes import seconds_of
 
-__all__ = ["Need", "bandwidth", "bytes_per_step", "flop_rate", "memory", "need", "peak_memory"]
+__all__ = ["Need", "bandwidth", "bytes_per_step", "device_seconds", "memory", "need", "peak_memory"]
 
 REPEATS = 7
 
@@ -73,14 +72,14 @@ def bandwidth(device: torch.device) -> float | None:
     for size in (2**31, 2**29, 2**28) if device.type == "cuda" else (2**26,):
         try:
             numbers = torch.empty(size, dtype=torch.float32, device=device).uniform_()
-            best = min(_device_seconds(lambda: numbers.sum(), device) for _ in range(REPEATS))  # noqa: B023 - called at once
+            best = min(device_seconds(lambda: numbers.sum(), device) for _ in range(REPEATS))  # noqa: B023 - called at once
         except RuntimeError:  # out of memory
             continue
         return numbers.numel() * numbers.element_size() / best
     return None
 
 
-def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
+def device_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that the work takes on the device: on a GPU between two events, so that its launch by
     the host does not count."""
     if device.type != "cuda":
@@ -94,27 +93,6 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def flop_rate(target: Target) -> float | None:
-    """Floating-point operations per second of the target's device in its dtype, all threads
-    together: the best of some products of matrices, by torch and, on a CPU, by the target's own
-    head, whose integer kernels can be faster.
-
-    None where the device has none of this dtype, or no memory for them.
-    """
-    device = target.device
-    size, rows = 8192 if device.type == "cuda" else 1024, 128
-    try:
-        matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
-        rate = 2 * size**3 / min(_device_seconds(lambda: matrix @ matrix, device) for _ in range(REPEATS))
-        if device.type == "cpu":
-            hidden_MD = torch.randn(rows, target.hidden_size, dtype=target.dtype)
-            best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(REPEATS))
-            rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
-    except RuntimeError:
-        return None
-    return rate
 
 
 def memory(device: torch.device) -> int | None:

@@ -8,7 +8,6 @@ module only knows where they are and how to unpack them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,8 @@ __all__ = [
     "HEADS",
     "MISSING",
     "PACKED",
-    "SMALL_TREE",
     "model",
     "tokenizer",
-    "with_small_tree",
 ]
 
 PACKAGE = "eyas_tiny"
@@ -50,9 +47,6 @@ HEADS = {name: FOLDER / name for name in ("eagle1", "eagle3", "mtp")}  # by the 
 # The fastest method on this model with every tree measured (docs/lab/results.md, "The embedded MTP module"):
 # 4 to 7 % more tokens/s than eagle3, 2 to 10 % more than eagle2.
 BEST = "mtp"
-# The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time.
-# Dynamic trees adapt (eyas.adaptive).
-SMALL_TREE = {"tree.choices": "chain-3"}
 PACKED = "model.int8.safetensors"
 
 
@@ -111,14 +105,3 @@ def _check(folder: Path, *names: str) -> None:
         raise ModelError(
             f"the embedded model's {' and '.join(altered)} changed on the disk (another SHA-256): install eyas-tiny again"
         )
-
-
-def with_small_tree(asked: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a method with a static tree; the small tree unless they name one.
-
-    Args:
-        usual: the method's options and their defaults.
-    """
-    if asked.keys() & {*SMALL_TREE, "tree.nodes", "tree.depth", "tree.branch", "depth", "dynamic.nodes"}:
-        return dict(asked)
-    return {**{name: value for name, value in SMALL_TREE.items() if name in usual}, **asked}

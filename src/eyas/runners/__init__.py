@@ -155,9 +155,8 @@ def _with_cycle_kernels(target: Target) -> Target:
 
 def _on_gpu(target: Target, kernels: str, own: bool) -> Target:
     """Return the target with the runner of eyas-gpu; as it is, with a note, if eyas-gpu is not installed."""
-    if kernels == "compile":
-        return cast(Target, elsewhere.part("gpu", "kernels compile").with_graphs(target, kernels, own))
-    if (gpu := elsewhere.find_part("gpu")) is not None:
+    gpu = elsewhere.part("gpu", "kernels compile") if kernels == "compile" else elsewhere.find_part("gpu")
+    if gpu is not None:
         return cast(Target, gpu.with_graphs(target, kernels, own))
     reason = f"the model runs by its own forward; eyas-gpu has CUDA graphs and kernels: {elsewhere.command_of('gpu')}"
     if kernels == "auto":

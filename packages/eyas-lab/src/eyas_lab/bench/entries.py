@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from eyas import checkpoints, drafters, tiny
+from eyas import checkpoints, drafters
 from eyas.api import LLM, new_policy
 from eyas.arguments import MODES, mode_of
 from eyas.core.drafter import Drafter
@@ -34,6 +34,7 @@ from eyas.option_texts import list_options, parse_option
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
 from eyas_lab.bench.run import VANILLA, reason_of
 from eyas_lab.bench.simulate import parse_rates, simulated
+from eyas_lab.small_tree import with_small_tree
 
 __all__ = ["HEADS", "Entrants", "contestants"]
 
@@ -150,9 +151,7 @@ def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[D
     kind = entry.kind
     known = option_defaults(kind.Options)
     values = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
-    options = build_options(
-        kind.Options, tiny.with_small_tree(values, known) if llm.target.name == "embedded" else values
-    )
+    options = build_options(kind.Options, with_small_tree(values, known) if llm.target.name == "embedded" else values)
     random_head = entry.head == RANDOM and RANDOM not in heads
     head = None
     if not random_head:

@@ -147,6 +147,7 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     from eyas import drafters, named, tiny
     from eyas.arguments import mode_of
     from eyas.core.options import option_defaults
+    from eyas_lab.small_tree import with_small_tree
 
     model = TargetOptions(target=target, verbose=job.verbose)
     if target != named.EMBEDDED:
@@ -154,7 +155,7 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     name = job.method or tiny.BEST
     mode, options = mode_of(options)
     defaults = option_defaults(drafters.find(name).Options)
-    options = tiny.with_small_tree(options, defaults)
+    options = with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
         mode, options = "fixed", {**DYNAMIC_TREE, **options}
     return load(model, DraftOptions(method=name, tree="auto" if (job.tree or mode) == "auto" else "fixed"), options)

@@ -81,53 +81,71 @@ def is_confident(continuation: Continuation) -> bool:
 def add_continuations(draft: Draft, continuations: Mapping[int, Sequence[Continuation]]) -> Draft:
     """Return the method's tree, then the nodes of the continuations that it does not have, padded to 2, 3,
     5, 9, ... nodes, so that few shapes occur."""
-    tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}
-    nodes = max(2, padded_nodes(max(len(tokens) for _, tokens in tries.values())))
-    B, device = draft.tree.rows, draft.tokens_BN.device
-    parents, tokens = torch.zeros(B, nodes, dtype=torch.long), torch.zeros(B, nodes, dtype=torch.long)
-    acceptable, log_q = torch.zeros(B, nodes, dtype=torch.bool), torch.full((B, nodes), -math.inf)
-    parents[:, 0], acceptable[:, 0], log_q[:, 0] = -1, True, 0.0
-    for row, (row_parents, row_tokens) in tries.items():
-        part = slice(1, 1 + len(row_tokens))
-        parents[row, part], tokens[row, part] = torch.tensor(row_parents) + 1, torch.tensor(row_tokens)
-        # The best continuation's chance serves for all of them: it only ranks nodes for a limit.
-        acceptable[row, part], log_q[row, part] = True, math.log(continuations[row][0].chance)
-    tokens_BM = tokens.to(device)
-    tokens_BM[:, 0] = draft.tokens_BN[:, 0]
-    depth = max(len(continuation.tokens) for found in continuations.values() for continuation in found)
-    predicted = Draft(Tree.build(parents.to(device), depth, acceptable.to(device)), tokens_BM, log_q.to(device))
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
-    merged = merge(draft, predicted)
+    merged = merge(draft, _draft_of(continuations, draft.tokens_BN[:, 0]))
     return replace(merged, q_BNV=draft.q_BNV, block_verification=draft.block_verification)
+
+
+def _draft_of(continuations: Mapping[int, Sequence[Continuation]], root_tokens_B: Tensor) -> Draft:
+    """Return a draft of the continuations alone: a trie of each row below its root; rows without any have padding."""
+    tries = {row: build_trie(continuation.tokens for continuation in found) for row, found in continuations.items()}
+    B, device = len(root_tokens_B), root_tokens_B.device
+    M = max(2, padded_nodes(max(len(tokens) for _, tokens in tries.values())))
+    parents_BM = torch.zeros(B, M, dtype=torch.long)
+    tokens_BM = torch.zeros(B, M, dtype=torch.long)
+    acceptable_BM = torch.zeros(B, M, dtype=torch.bool)
+    log_q_BM = torch.full((B, M), -math.inf)
+    parents_BM[:, 0] = -1
+    acceptable_BM[:, 0] = True
+    log_q_BM[:, 0] = 0.0
+    for row, (parents, tokens) in tries.items():
+        below = slice(1, 1 + len(tokens))
+        parents_BM[row, below] = torch.tensor(parents) + 1
+        tokens_BM[row, below] = torch.tensor(tokens)
+        acceptable_BM[row, below] = True
+        # The best continuation's chance serves for all of them: it only ranks nodes for a limit.
+        log_q_BM[row, below] = math.log(continuations[row][0].chance)
+    tokens_BM = tokens_BM.to(device)
+    tokens_BM[:, 0] = root_tokens_B
+    depth = max(len(continuation.tokens) for found in continuations.values() for continuation in found)
+    tree = Tree.build(parents_BM.to(device), depth, acceptable_BM.to(device))
+    return Draft(tree, tokens_BM, log_q_BM.to(device))
 
 
 def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
     """Return the draft with at most `limits` acceptable nodes below the root of each row; None for all of
     them. See "Limits and losslessness" above."""
     tree = draft.tree
-    same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
-    elder_BN = same_parent_BNN.tril(-1).sum(-1)  # number of siblings before each node
-    # decreases from parents to children and from sibling to sibling
-    place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
-    key_BN = torch.where(tree.acceptable_BN, place_BN, -math.inf)
-    value_BN = draft.value_BN if draft.value_BN is not None else _path_log_q(draft)
+    key_BN = _keys(draft)
+    key_BN[:, 0] = math.inf  # the root has rank 0
+    rank_BN = key_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
+    numbers = [tree.nodes if limit is None else limit for limit in limits]
+    limit_B1 = torch.tensor(numbers, device=rank_BN.device)[:, None]
+    return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & (rank_BN <= limit_B1)))
+
+
+def _keys(draft: Draft) -> Tensor:
+    """Return the number by which nodes are ranked, the largest first, float64 [B, N]: of deterministic trees their value;
+    of sampled ones, and where nodes have no value, their place."""
+    acceptable_BN = draft.tree.acceptable_BN
+    place_BN = _places(draft.tree)
+    by_place_BN = torch.where(acceptable_BN, place_BN, -math.inf)
     if draft.q_BNV is not None:
         place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' continuations
-        sampled_B1 = (
-            torch.ones_like(tree.acceptable_BN[:, :1])
-            if draft.deterministic_B is None
-            else ~draft.deterministic_B[:, None]
-        )
-        key_BN = torch.where(sampled_B1, place_BN, key_BN)
-    elif value_BN is not None:
-        key_BN = torch.where(tree.acceptable_BN, value_BN.double(), -math.inf)
-    key_BN[:, 0] = math.inf
-    rank_BN = key_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)  # the root has rank 0
-    limit_B1 = torch.tensor([tree.nodes if limit is None else limit for limit in limits], device=rank_BN.device)[
-        :, None
-    ]
-    return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & (rank_BN <= limit_B1)))
+        if draft.deterministic_B is None:
+            return place_BN
+        return torch.where(draft.deterministic_B[:, None], by_place_BN, place_BN)
+    value_BN = draft.value_BN if draft.value_BN is not None else _path_log_q(draft)
+    return by_place_BN if value_BN is None else torch.where(acceptable_BN, value_BN.double(), -math.inf)
+
+
+def _places(tree: Tree) -> Tensor:
+    """Return a number for the place of each node in the tree's shape, float64 [B, N]. It decreases from parents to
+    children and from sibling to sibling."""
+    same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
+    elder_BN = same_parent_BNN.tril(-1).sum(-1)  # number of siblings before each node
+    return -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
 
 
 def _path_log_q(draft: Draft) -> Tensor | None:

@@ -25,7 +25,7 @@ EYAS = Path(__file__).resolve().parents[1] / "src" / "eyas"
 LAYERS = {
     "errors": -3,  # the lowest: every package may refuse what it cannot serve
     **dict.fromkeys(["elsewhere", "files", "formats"], -2),
-    **dict.fromkeys(["hardware", "kernels", "locks", "threads", "timing"], -1),
+    **dict.fromkeys(["hardware", "kernels", "locks", "threads", "timing", "train"], -1),
     "core": 0,
     **dict.fromkeys(["features", "nn", "option_texts", "passes", "targets", "text", "tiny"], 1),
     "checkpoints": 2,

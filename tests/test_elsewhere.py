@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,15 @@ def test_what_is_missing(kind: str, extra: str, name: str, tmp_path: Path) -> No
     assert says(str(told.value), extra)
     assert kind != "parts" or "--workers" in str(told.value)
     assert kind != "methods" or name not in drafters.names()
+
+
+def test_training_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards programs with `import eyas.train`, the earlier name of eyas-train: they read what to install."""
+    monkeypatch.delitem(sys.modules, "eyas.train", raising=False)
+    elsewhere.part.cache_clear()
+    with pytest.raises(OptionError, match=r"^eyas\.train needs") as told:
+        import_module("eyas.train")
+    assert says(str(told.value), "train")
 
 
 def test_other_names_are_unknown() -> None:

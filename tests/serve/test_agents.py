@@ -15,12 +15,13 @@ import eyas
 from eyas import tiny
 from eyas.errors import InputError
 from eyas.serve.answers import Answer
-from eyas.serve.chat import Chat
+from eyas.serve.chat import Chat, ChatBody
 from eyas.serve.errors import ApiError, error_of
 from eyas.serve.fields import GenerationBody
 from eyas.serve.messages import Writer
 from eyas.serve.records import Delta, Job, Totals
 from eyas.serve.reply import Choices, events_of
+from eyas.serve.settings import Settings
 from eyas.serve.tools import tools_of
 from eyas.text import check_messages
 from eyas.text.forms import other_forms
@@ -183,6 +184,57 @@ def test_an_effort_that_the_template_does_not_read(server: Running, path: str) -
     for stream in (False, True):
         made = post(server, path, HI, stream=stream, **asked[path])
         assert (made.status_code, made.headers.get("x-eyas-ignored-fields")) == (200, "reasoning_effort"), made.text
+
+
+@pytest.mark.parametrize("path", [CHATS, RESPONSES])
+@pytest.mark.parametrize("verbosity", ["low", "medium", "high"])
+def test_a_verbosity_that_the_template_does_not_read(server: Running, path: str, verbosity: str) -> None:
+    """Guards clients that set it for every model, such as Codex and the AI SDK: the request was refused. Medium is the
+    usual one, so nothing was ignored."""
+    asked: dict[str, Any] = {CHATS: {"verbosity": verbosity}, RESPONSES: {"text": {"verbosity": verbosity}}}
+    made = post(server, path, HI, **asked[path])
+    header = made.headers.get("x-eyas-ignored-fields")
+    assert (made.status_code, header) == (200, None if verbosity == "medium" else "verbosity"), made.text
+
+
+def test_a_verbosity_that_the_template_reads() -> None:
+    """Guards a field that the header calls served: the template must get it, and a variable of the request comes first."""
+    body = ChatBody(messages=[HI], verbosity="low")
+    body.check_variables("{{ verbosity }}")
+    assert (body.ignored, body.template()["chat_template_kwargs"]) == ([], {"verbosity": "low"})
+    own = ChatBody(messages=[HI], verbosity="low", chat_template_kwargs={"verbosity": "high"})
+    assert own.template()["chat_template_kwargs"] == {"verbosity": "high"}
+
+
+@pytest.mark.parametrize(("path", "header"), [(CHATS, "store"), (COMPLETIONS, "store"), (RESPONSES, None)])
+def test_a_client_that_asks_to_store(server: Running, path: str, header: str | None) -> None:
+    """Guards OpenAI's Agents SDK, which sends it with every chat: the request was refused. The server keeps responses
+    alone, and says so."""
+    bodies = {CHATS: {"messages": [HI]}, RESPONSES: {"input": "Hi"}, COMPLETIONS: {"prompt": "Hi"}}
+    texts = []
+    for store in (None, False, True):
+        made = server.post(path, {**bodies[path], "temperature": 0, "max_tokens": 4, "store": store})
+        assert (made.status_code, made.headers.get("x-eyas-ignored-fields")) == (200, header if store else None), (
+            made.text
+        )
+        answer = made.json()
+        texts.append(str([answer.get("output"), *(choice.get("message") for choice in answer.get("choices", ()))]))
+    assert path == RESPONSES or len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHATS, "max_tokens"), (CHATS, "max_completion_tokens"), (COMPLETIONS, "max_tokens")]
+)
+def test_an_answer_without_a_limit(server: Running, path: str, field: str) -> None:
+    """Guards clients of llama.cpp and LM Studio, whose word for it is -1: the request was refused."""
+    text = "one two three four five six seven eight nine ten eleven twelve thirteen"  # more than 16 tokens
+    body = {"messages": [HI]} if path == CHATS else {"prompt": "Hi"}
+    made = server.post(path, {**body, "choice": [text], field: -1})
+    assert made.status_code == 200, made.text
+    assert text in made.text
+    assert made.json()["choices"][0]["finish_reason"] == "stop"
+    assert Settings("m", max_model_len=100, max_tokens=50).answer_tokens(10, -1, default=16) == 50
+    assert Settings("m", max_model_len=100, max_tokens=500).answer_tokens(10, -1) == 90
 
 
 # --- calls ----------------------------------------------------------------------------------------------

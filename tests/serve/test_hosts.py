@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from eyas.serve import hosts
 from eyas.serve.auth import LOCAL, HostCheck, allowed_hosts
 
 
@@ -58,5 +59,6 @@ def test_who_is_checked() -> None:
     assert allowed_hosts("127.0.0.1", (), has_keys=False) == LOCAL
     assert allowed_hosts("127.0.0.1", (), has_keys=True) == ()
     assert allowed_hosts("0.0.0.0", (), has_keys=False) == ()
+    assert hosts.allowed_hosts is allowed_hosts  # by the name of its earlier module
     assert allowed_hosts("127.0.0.1", ("LLM.example.org",), has_keys=True) == ("llm.example.org", *LOCAL)
     assert allowed_hosts("10.0.0.5", ("llm",), has_keys=False) == ("llm", "10.0.0.5")

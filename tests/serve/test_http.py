@@ -140,14 +140,14 @@ def test_a_text_about_nan(server: Running) -> None:
         ("return_tokens_as_token_ids", True), ("messages", [5]), ("messages", []), ("messages", [{"role": "user"}]),
         ("messages", [{"role": "nobody", "content": "x"}]), ("tools", {}), ("tool_choice", 5), ("chat_template_kwargs", 1),
         ("chat_template_kwargs", {"tokenize": False}), ("chat_template_kwargs", {"messages": []}),
-        ("chat_template_kwargs", {"chat_template": "x"}), ("chat_template", "{{ 1 }}"), ("store", True), ("model", "another"),
+        ("chat_template_kwargs", {"chat_template": "x"}), ("chat_template", "{{ 1 }}"), ("verbosity", "loud"), ("model", "another"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_its_field(server: Running, field: str, value: Any) -> None:
     """Guards against `param: null`, against pydantic's words, and against fields of other servers that
     change an answer and were ignored."""
     for path, body in ((COMPLETIONS, BODY), (CHATS, CHAT)):
-        if field in ("messages", "tools", "tool_choice", "chat_template_kwargs", "store") and body is BODY:
+        if field in ("messages", "tools", "tool_choice", "chat_template_kwargs", "verbosity") and body is BODY:
             continue
         if field == "prompt" and body is CHAT:
             continue

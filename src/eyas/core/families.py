@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from eyas.errors import ModelError
 
@@ -103,7 +104,6 @@ UNLIMITED = 2**20  # positions of a request in a model without positions, which 
 # Gemma's factor sqrt(hidden size) is in no table: its embedding module applies it.
 LOGIT_SCALES: Mapping[str, int] = {"logit_scale": 1, "logits_scaling": -1}
 EMBED_SCALES: Mapping[str, int] = {"embedding_multiplier": 1}
-SOFTCAPS = ("final_logit_softcapping",)
 WIDE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the weights of an lm_head that is not quantised
 # Model types that multiply by a field by which the other types divide.
 MULTIPLIED: Mapping[str, str] = {"hyperclovax": "logits_scaling"}
@@ -179,11 +179,11 @@ def describe(model: PreTrainedModel) -> Family:
     for kind in kinds:
         if kind not in SERVED_KINDS:
             raise _refusal(config, REFUSED_KINDS.get(kind, f"eyas has no mask for layers of kind {kind}"))
-    if has_attention:
-        _refuse_positions(config, base)
     layers = _layers(config, base)
     if len(layers) == 0:
         raise _refusal(config, "its configuration asks for no layers: repair num_hidden_layers in config.json")
+    if has_attention:
+        _refuse_positions(config, base, layers)
     stateful = has_states(model)
     if stateful and len(kinds) <= 1:
         kinds = ()  # one mask for all layers that attend; the model makes none for the other layers then
@@ -191,13 +191,20 @@ def describe(model: PreTrainedModel) -> Family:
     mask_kinds = kinds if {"isinstance", "dict", "layer_types"} <= code else ()
     if not mask_kinds and len(kinds) > 1 and "create_sliding_window_causal_mask" in code:
         raise _refusal(config, "it mixes windowed and full layers but builds their masks itself")
+    has_window = SLIDING in mask_kinds if mask_kinds else "create_sliding_window_causal_mask" in code
+    window = getattr(config, "sliding_window", None) if has_window else None
+    chunk = getattr(config, "attention_chunk_size", None) if CHUNKED in mask_kinds else None
+    shown = {SLIDING: window, CHUNKED: chunk} if mask_kinds else dict.fromkeys((FULL, SLIDING, CHUNKED), window)
     context, reason = _context(config, has_attention)
+    kept = _kept_positions(config, shown) if has_attention else None
+    if kept is not None and kept < context:
+        context, reason = kept, f"past {kept} positions its text depends on the cache: {CACHED_WINDOW}"
     return Family(
         model_type=config.model_type,
         mask_kinds=mask_kinds,
-        window=_window(config, mask_kinds, code),
-        chunk=getattr(config, "attention_chunk_size", None) if CHUNKED in mask_kinds else None,
-        softcap=_first(config, SOFTCAPS),
+        window=window,
+        chunk=chunk,
+        softcap=getattr(config, "final_logit_softcapping", None),
         logit_scale=_scale(config, LOGIT_SCALES),
         embed_scale=_scale(config, EMBED_SCALES),
         layers=layers,
@@ -242,13 +249,16 @@ def _refuse_whole_model(model: Any) -> None:
         )
 
 
-def _refuse_positions(config: Any, base: nn.Module) -> None:
+def _refuse_positions(config: Any, base: nn.Module, layers: nn.ModuleList) -> None:
     if getattr(config, "alibi", False):
         raise _refusal(config, ALIBI)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         raise _refusal(config, "its forward takes no position_ids, which a tree's depths need")
     reads_both_ways = getattr(config, "is_decoder", True) is False and "is_decoder" in _names(base, every_method=True)
-    if reads_both_ways or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    reads_both_ways |= getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    reads_both_ways |= getattr(config, "is_causal", True) is False  # what transformers' masks are made by
+    reads_both_ways |= any(getattr(module, "is_causal", True) is False for module in layers.modules())
+    if reads_both_ways:
         raise _refusal(
             config, "its attention is bidirectional as it is configured, so it is not a causal language model"
         )
@@ -271,10 +281,15 @@ def _kinds(config: Any) -> tuple[str, ...]:
     return tuple(sorted(kinds))
 
 
-def _window(config: Any, mask_kinds: tuple[str, ...], code: frozenset[str]) -> int | None:
-    applies = SLIDING in mask_kinds if mask_kinds else "create_sliding_window_causal_mask" in code
-    window: int | None = getattr(config, "sliding_window", None) if applies else None
-    return window
+def _kept_positions(config: Any, shown: Mapping[str, int | None]) -> int | None:
+    """Return how many positions a text may have before transformers' cache drops keys that the masks show, so that plain
+    decoding has another text; None if it drops none. `shown` is the window of each kind of layer in the masks."""
+    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    kinds = getattr(config, "layer_types", None) or [FULL] * len(windows)
+    kept = [(window, shown.get(kind)) for kind, window in zip(kinds, windows, strict=False) if window is not None]
+    if least := [window for window, _ in kept if window < 2]:
+        raise _refusal(config, f"its sliding window has {least[0]} positions, for which caches of transformers fail")
+    return min((window for window, seen in kept if seen is None or window < seen), default=None)
 
 
 def _names(module: nn.Module, every_method: bool = False) -> frozenset[str]:
@@ -322,11 +337,6 @@ def _layers(config: Any, base: nn.Module) -> nn.ModuleList:
     raise _refusal(config, f"no list of its {count} decoder layers was found in {type(base).__name__}")
 
 
-def _first(config: Any, names: tuple[str, ...]) -> float | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((float(value) for value in values if value is not None), None)
-
-
 def _scale(config: Any, table: Mapping[str, int]) -> float:
     """Return the product of the scales in this table that the configuration sets."""
     scale = 1.0
@@ -344,28 +354,18 @@ def _context(config: Any, has_attention: bool) -> tuple[int, str]:
         raise _refusal(
             config, f"max_position_embeddings in its configuration must be a whole number, 1 or more; it is {context!r}"
         )
-    if (
-        getattr(config, "attn_temperature_tuning", False)
-        and (scale := getattr(config, "floor_scale", None))
-        and scale - 1 < context
-    ):
+    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if scale and scale - 1 < context:
         return int(scale) - 1, f"from position {scale - 1} on, layers without RoPE scale their queries by slot numbers"
+    changes = "changes the frequencies of all keys, also of those in the cache"
     for rope in _ropes(config):
         kind = str(rope.get("rope_type", rope.get("type", "default")))
         if "dynamic" in kind:
-            return (
-                context,
-                f"past {context} positions dynamic NTK changes the frequencies of all keys, also of those in the cache",
-            )
-        if kind == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            if original is not None and original < context:
-                return (
-                    original,
-                    f"past {original} positions longrope changes the frequencies of all keys, also of those in the cache",
-                )
+            return context, f"past {context} positions dynamic NTK {changes}"
+        name = "original_max_position_embeddings"
+        original = rope.get(name) or getattr(config, name, None)
+        if kind == "longrope" and original is not None and original < context:
+            return original, f"past {original} positions longrope {changes}"
     return context, ""
 
 

@@ -307,6 +307,10 @@ class Target:
 
         with self.turn, ExitStack() as hooks:
             self._use_adapter()
+            modules = (self.model, self.family.base, *self.family.layers)
+            if feature_layers and any(m._compiled_call_impl is not None or "forward" in vars(m) for m in modules):
+                # torch.compile does not notice hooks that come after it
+                hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for k in feature_layers:
                 if not 0 <= k <= L:
                     raise OptionError(f"feature layer {k} does not exist: the target has {L} layers (0..{L})")

@@ -14,7 +14,7 @@ from eyas.arguments import STRUCTURE_KEYWORDS, Keywords, MediaIds, Messages
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
 from eyas.serve.errors import JsonObject
-from eyas.serve.fields import Body, GenerationBody, Logprobs, Positive, Strict
+from eyas.serve.fields import Body, GenerationBody, Limit, Logprobs, Strict
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
 from eyas.serve.marks import Grammar, grammar_of
@@ -58,6 +58,7 @@ class TemplateFields(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     _places: tuple[str, ...] = PrivateAttr(())
 
@@ -67,11 +68,14 @@ class TemplateFields(Body):
         self._places, self._without_place = tuple(places), body._without_place
         return self
 
-    def check_effort(self, template: str) -> None:
-        """Note a reasoning effort that the chat template does not read."""
+    def check_variables(self, template: str) -> None:
+        """Note a reasoning effort and a verbosity that the chat template does not read. A medium verbosity is the usual
+        one."""
         variable = "enable_thinking" if self.reasoning_effort == "none" else "reasoning_effort"
         if self.reasoning_effort is not None and variable not in template:
             self._without_place.append("reasoning_effort")
+        if self.verbosity not in (None, "medium") and "verbosity" not in template:
+            self._without_place.append("verbosity")
 
     def in_its_places(self, error: InputError) -> InputError:
         """Return an error about the messages in the words of the client's dialect."""
@@ -86,10 +90,11 @@ class TemplateFields(Body):
         effort: JsonObject = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort = {"enable_thinking": False}
+        verbosity: JsonObject = {} if self.verbosity is None else {"verbosity": self.verbosity}
         return {
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
-            "chat_template_kwargs": {**effort, **(self.chat_template_kwargs or {})},
+            "chat_template_kwargs": {**effort, **verbosity, **(self.chat_template_kwargs or {})},
         }
 
 
@@ -97,7 +102,7 @@ class ChatBody(TemplateFields, GenerationBody):
     """A conversation."""
 
     messages: Annotated[list[JsonObject], Field(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     prediction: Prediction | None = None
@@ -170,7 +175,7 @@ def _text_of(content: Any) -> str:
 
 def prompt_of(service: Service, messages: Messages, fields: TemplateFields, tools: Tools) -> MediaIds:
     """Return the conversation with the tools that the model may call."""
-    fields.check_effort(str(service.tokenizer.chat_template))
+    fields.check_variables(str(service.tokenizer.chat_template))
     listed = written_tools(service.tokenizer, tools)
     try:
         return service.render(list(map(_without_billing, messages)), **fields.template(), **listed)

@@ -94,7 +94,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
     ids = tuple(one.ids for one in middles) or await service.in_worker(
         lambda: tuple(service.encode(prompt, special) for prompt in prompts)
     )
-    asked = None if body.max_tokens is None else max(1, body.max_tokens)
+    asked = 1 if body.max_tokens == 0 else body.max_tokens
     keywords = body.keywords(
         max_new_tokens=service.settings.answer_tokens(max(map(len, ids)), asked, DEFAULT_TOKENS),
         logprobs=body.logprobs,

@@ -18,12 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, fi
 from eyas.core.params import Sampling, is_whole
 from eyas.errors import OptionError
 from eyas.serve.errors import JsonObject, bad_request
+from eyas.serve.settings import UNLIMITED
 
 MOST_LOGPROBS = 20  # per token
 MOST_DRAFTED = 1024  # draft tokens in a cycle
 Texts = list[Annotated[str, Field(min_length=1)]]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Limit = Annotated[int, Field(ge=UNLIMITED)]
 Logprobs = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 # Fields that change an answer and are not served, each with the values that change nothing here, besides those that are
@@ -38,7 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         (),
     ),
-    **dict.fromkeys(("beam_search", "return_prompt_text", "return_tokens_as_token_ids", "store"), (False,)),
+    **dict.fromkeys(("beam_search", "return_prompt_text", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size"), (0,)),
     "add_special_tokens": (False,),  # of a chat: the template writes them
     "function_call": ("none",),
@@ -48,17 +50,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repeat_last_n": (-1, 64),  # all tokens; llama.cpp's default
     "suffix": ("",),  # of a chat
     "tfs_z": (1.0,),
-    "verbosity": ("medium",),
 }  # fmt: skip
 # Fields that name or sort requests, say how caches are kept or what a response tells, or that only tune a field
 # which is refused itself; they change no answer.
 WITHOUT_EFFECT = frozenset(
     {
-        "adaptive_decay", "backend_sampling", "betas", "cache_prompt", "cache_salt", "client_metadata", "custom_labels",
-        "data_parallel_rank", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
-        "dynatemp_exponent", "extra_key", "guided_decoding_backend", "id_slot", "keep_alive", "metadata", "mirostat_eta",
-        "mirostat_tau", "n_cache_reuse", "n_discard", "n_keep", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "request_id", "response_fields", "return_progress", "rid", "routed_dp_rank", "safety_identifier", "service_tier",
+        "adaptive_decay", "backend_sampling", "betas", "cache_prompt", "cache_salt", "client_metadata",
+        "custom_labels", "data_parallel_rank", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
+        "dry_sequence_breakers", "dynatemp_exponent", "extra_key", "guided_decoding_backend", "id_slot",
+        "keep_alive", "metadata", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard", "n_keep",
+        "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id",
+        "response_fields", "return_progress", "rid", "routed_dp_rank", "safety_identifier", "service_tier",
         "session_id", "sse_ping_interval", "stream_interval", "user", "verbose", "xtc_threshold",
     }
 )  # fmt: skip
@@ -129,7 +131,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: int | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     min_tokens: Count | None = None
     stop: str | Texts | None = None
     stop_token_ids: list[int] | None = None
@@ -147,6 +149,9 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     timings_per_token: bool | None = None  # llama.cpp's: `timings` in the response and in every chunk
+    store: bool | None = (
+        None  # OpenAI's: keep the answer, which the server does for responses alone; false: do not learn
+    )
     # eyas' own
     speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
     cycles: bool | None = None  # with stream: describe every cycle, for the page
@@ -154,6 +159,10 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
 
     def neutral(self, name: str) -> Sequence[Any] | None:
         return REFUSED.get(name, foreign_fields().get(name))
+
+    @property
+    def ignored(self) -> list[str]:
+        return sorted([*super().ignored, *(["store"] if self.store else [])])
 
     def check(self) -> None:
         super().check()
@@ -193,7 +202,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             "method": self.speculation if names_method else None,
             "timeout": self.timeout,
             "cycles": self.wants_cycles,
-            "private": getattr(self, "store", (self.model_extra or {}).get("store")) is False,  # OpenAI's `store`
+            "private": self.store is False,
         }
 
     def keywords(self, **more: Any) -> JsonObject:

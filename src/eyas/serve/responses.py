@@ -50,7 +50,7 @@ class TextOptions(Strict):
     """The form of the text."""
 
     format: JsonObject | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Strict):
@@ -82,6 +82,10 @@ class ResponsesBody(GenerationBody):
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
 
+    @property
+    def ignored(self) -> list[str]:
+        return [name for name in super().ignored if name != "store"]
+
     def check(self) -> None:
         super().check()
         if self.n not in (None, 1):
@@ -106,6 +110,8 @@ class ResponsesBody(GenerationBody):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "verbosity": self.text.verbosity if self.text else None,
+            "store": None,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return ChatBody.model_construct(**{**fields, **own}).placed(

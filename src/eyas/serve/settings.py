@@ -10,6 +10,8 @@ from eyas.serve.errors import bad_request
 if TYPE_CHECKING:
     from eyas.core.prompts import Budget
 
+UNLIMITED = -1  # the word of llama.cpp and LM Studio for an answer as long as there is room
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -47,5 +49,6 @@ class Settings:
                 "messages."
             )
             raise bad_request(message, "messages", code="context_length_exceeded")
-        wanted = asked if asked is not None else self.max_tokens if default is None else default
-        return min(wanted, self.max_tokens, context - prompt)
+        room = min(self.max_tokens, context - prompt)
+        wanted = default if asked is None else asked
+        return room if wanted in (None, UNLIMITED) else min(wanted, room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 import eyas
 from eyas import drafters
+from eyas.adaptive import cost
 from eyas.core.target import Target
 from eyas.errors import InputError
 from eyas_train.accelerate import prospect, trial
+from eyas_train.accelerate.material import read_material
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +34,12 @@ def test_too_little_time_is_said_by_sizes_alone(target: Target, monkeypatch: pyt
     prospect._judge_by_size(target, 1.0, 800, 3600)
 
 
-@pytest.mark.parametrize(("rate", "batch"), [(1e9, 512), (50.0, 64), (0.01, 32)])
+@pytest.mark.parametrize(("rate", "batch"), [(1e9, 512), (50.0, 64), (16.0, 32), (0.01, 0)])
 def test_trials_are_smaller_on_a_slow_machine(
     rate: float, batch: int, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: the trial of a training reads the same 5,000 tokens on every machine, for minutes on a slow one. About ten
-    batches in 20 seconds, of 32 to 512 tokens."""
+    batches in 20 seconds, of 32 to 512 tokens; nothing where these are too many."""
     tried = list[tuple[int, int]]()
 
     def noted(length: int, tokens: int) -> float:
@@ -45,15 +48,15 @@ def test_trials_are_smaller_on_a_slow_machine(
 
     monkeypatch.setattr(trial, "feature_rate", lambda target, layers, length, tokens: noted(length, tokens))
     monkeypatch.setattr(trial, "training_rate", lambda drafter, length, counted, tokens: noted(length, tokens))
-    prospect._rates(drafters.find("mtp"), target, 20.0)
-    assert tried == [(32, 32), *[(min(256, batch), batch)] * 2]
+    assert prospect._rates(drafters.find("mtp"), target, rate, 20.0) == prospect._Rates(rate, rate)
+    assert tried == [(min(256, batch), batch)] * 2 * bool(batch)
 
 
 def test_the_look_has_a_limit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: with a day of time the trials take an hour, as their limit is a share."""
     given = list[float]()
 
-    def rates(kind: Any, target: Target, seconds: float) -> prospect._Rates:
+    def rates(kind: Any, target: Target, reading: float, seconds: float) -> prospect._Rates:
         given.append(seconds)
         return prospect._Rates(1.0, 1.0)
 
@@ -72,3 +75,49 @@ def test_the_look_has_a_limit(target: Target, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Looked):
         prospect.look(models, material, ("mtp", "eagle3"), 86_400)
     assert sum(given) <= prospect.MOST_LOOK_SECONDS <= 30
+
+
+class Machine:
+    """A clock that goes on by tokens alone: a pass takes as long as its tokens, but at least as long as a few."""
+
+    FEWEST = 4
+
+    def __init__(self, tokens_per_second: float) -> None:
+        self.rate, self.now, self.passes = tokens_per_second, 1000.0, 0
+
+    def read(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        self.passes += 1
+        self.now += max(self.FEWEST, args[0].numel()) / self.rate
+
+    def clock(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("rate", [1.0, 10.0, 100.0, 1000.0])
+def test_the_whole_look_takes_a_minute(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: beside other work, the costs of trees alone took minutes, as nothing limited them. Seconds are those of a
+    machine that reads so many tokens in a second, so the test counts tokens and no real time. The verdict from sizes
+    comes before the first pass, and a fast machine measures everything."""
+    llm, machine = eyas.load(method="vanilla", kernels="off"), Machine(rate)
+    parameters = sum(p.numel() for p in llm.target.family.layers.parameters())
+    monkeypatch.setattr(trial, "multiplications_per_second", lambda _: rate * parameters)
+    monkeypatch.setattr(prospect, "load_costs", lambda drafter: (cost.measure(drafter), False))  # nothing is known
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, machine.clock)
+    said = dict[str, int]()
+    monkeypatch.setattr(prospect.log, "info", lambda text, *_: said.setdefault(text[:20], machine.passes))
+    hook = llm.target.family.embedding.register_forward_hook(machine.read)
+    models = type("Models", (), {"loading_seconds": 1.0, "for_training": lambda _: llm, "for_answers": lambda _: llm})()
+    week = 7 * 86_400.0
+    try:
+        found = prospect.look(models, read_material(()), ("mtp", "eagle3"), week)
+    finally:
+        hook.remove()
+        monkeypatch.undo()
+    assert machine.now - 1000 <= 1.1 * prospect.MOST_SECONDS
+    assert said["by its size alone th"] == 0
+    assert (len(found.costs.branches) > 1) == (rate >= 1000)
+    assert 0.2 * rate <= found.speeds.feature_rate <= 1.1 * rate

@@ -28,7 +28,9 @@ from eyas_train.loop import train
 from eyas_train.regenerate import Conversation, DataLine, GenerationSettings, parse_conversation, regenerate
 
 __all__ = [
+    "CHAIN_NODES",
     "AnswerSpeed",
+    "Watch",
     "answer_speed",
     "chain_pass_seconds",
     "feature_rate",
@@ -38,6 +40,7 @@ __all__ = [
 
 MATRIX, MATRIX_TOKENS = 1024, 128  # sizes of a product that shows the speed of the machine
 TRAINING_STEPS = 3  # the first one warms up
+LONG_SECONDS = 5.0  # what takes longer is not timed again
 CHAIN_NODES = 6  # nodes of the chains that an evaluation drafts, the root included
 
 
@@ -50,23 +53,53 @@ class AnswerSpeed(NamedTuple):
     longest: int  # tokens that the longest conversation can have
 
 
+class Watch:
+    """The time that all trials may take together."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ends = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self.ends - time.monotonic())
+
+    def suffices(self, seconds: float) -> bool:
+        """Return whether a trial that takes so many seconds, about, may begin."""
+        return seconds <= self.left
+
+    def wait(self, seconds: float) -> None:
+        """Leave seconds out that no trial took, such as those of a load."""
+        self.ends += seconds
+
+
 class _TimeIsUp(Exception):  # noqa: N818 - not an error
     pass
 
 
 def answer_speed(
-    llm: LLM, lines: Sequence[DataLine], settings: GenerationSettings, rows: int, seconds: float
+    llm: LLM, lines: Sequence[DataLine], settings: GenerationSettings, rows: int, seconds: float, reading: float
 ) -> AnswerSpeed:
     """Let the target answer some of these questions for so many seconds.
 
     Conversations that have not ended by then count too: the mean length is all tokens over the
     number of ends, as if each token were the last with the same chance.
+
+    Args:
+        rows: how many are answered at a time; fewer where their prompts alone would take half of the seconds.
+        reading: tokens of prompts that are read in a second, about. Where that is too slow for one prompt, nothing is
+            answered, and the speed is estimated from it.
     """
     assert llm.tokenizer is not None
     conversations = _usable(lines, settings, 4 * rows)
     prompts = [_prompt_tokens(llm, each) for each in conversations]
     rooms = [settings.max_new_tokens * len(each.turns) for each in conversations]
-    most = sum(rooms) / len(rooms)
+    most, mean = sum(rooms) / len(rooms), sum(prompts) / len(prompts)
+    longest = max(prompt + room for prompt, room in zip(prompts, rooms, strict=True))
+    estimate = AnswerSpeed(reading, most / 2, mean, longest)
+    affordable = int(seconds * reading / 2 / mean)
+    if affordable < 1:
+        return estimate
     tokens = ended = 0
     began = time.monotonic()
 
@@ -77,16 +110,18 @@ def answer_speed(
             raise _TimeIsUp
 
     try:
-        for _ in regenerate(llm.drafter, llm.tokenizer, llm.eos, conversations, settings, rows, on_step):
+        for _ in regenerate(
+            llm.drafter, llm.tokenizer, llm.eos, conversations, settings, min(rows, affordable), on_step
+        ):
             ended += 1
     except _TimeIsUp:
-        pass
+        if not tokens:
+            return estimate
     rate = tokens_per_second(tokens, time.monotonic() - began)
     if not rate:
         raise InputError(f"{lines[0].where}: the target has no room for an answer to any of the first questions")
     length = min(most, tokens / ended) if ended else most
-    longest = max(prompt + room for prompt, room in zip(prompts, rooms, strict=True))
-    return AnswerSpeed(rate, length, sum(prompts) / len(prompts), longest)
+    return AnswerSpeed(rate, length, mean, longest)
 
 
 def _prompt_tokens(llm: LLM, conversation: Conversation) -> int:
@@ -126,7 +161,13 @@ def feature_rate(target: Target, layers: Sequence[int], length: int, batch_token
     """Return how many tokens of examples of this length the target reads in a second."""
     shape = (max(1, batch_tokens // length), length)
     tokens_RT = torch.randint(target.vocab_size, shape, device=target.device)
-    seconds = min(seconds_of(lambda: target.encode(tokens_RT, layers), target.device) for _ in range(2))
+
+    def once() -> float:
+        return seconds_of(lambda: target.encode(tokens_RT, layers), target.device)
+
+    seconds = once()  # warms up
+    if seconds < LONG_SECONDS:
+        seconds = min(seconds, once())
     return tokens_per_second(tokens_RT.numel(), seconds)
 
 
@@ -155,7 +196,7 @@ def training_rate(drafter: DraftMethod, length: int, counted: int, batch_tokens:
     return tokens_per_second(tokens, max(seconds / 10, seconds - reading))
 
 
-def chain_pass_seconds(target: Target) -> float:
-    """Return the seconds of a pass over the chain that an evaluation drafts."""
-    (cost,) = verify_cost(target, nodes=(CHAIN_NODES,))
+def chain_pass_seconds(target: Target, context: int) -> float:
+    """Return the seconds of a pass over the chain that an evaluation drafts, after so many tokens."""
+    (cost,) = verify_cost(target, context, (CHAIN_NODES,))
     return cost["ms"] / 1e3

@@ -71,7 +71,7 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
 
 def form(matrix: kernels.Matrix) -> torch.dtype:
     """The type that it is stored in; int8 is uint8 for integer dot products."""
-    return torch.int8 if matrix.kind == "int8_dot" else matrix.data.dtype
+    return torch.int8 if matrix.kind == "int8_dot" else getattr(torch, matrix.kind)  # type: ignore[no-any-return]
 
 
 @needs
@@ -155,8 +155,9 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
     """Returns the weights of an int4 matrix, [O, I]."""
     panel, inputs = 2 * kernels.lanes(), kernels.library().eyas_dot_inputs()
-    bytes_PGsOd = matrix.data[:, :, : 16 * panel].unflatten(2, (-1, panel, inputs))
-    scale = matrix.data[:, :, 16 * panel :].contiguous().view(torch.bfloat16).float()
+    data = matrix.data.unflatten(1, (-1, 18 * panel))  # panel, group
+    bytes_PGsOd = data[:, :, : 16 * panel].unflatten(2, (-1, panel, inputs))
+    scale = data[:, :, 16 * panel :].contiguous().view(torch.bfloat16).float()
     # panel, group, step, nibble, output, input
     nibbles = torch.stack([bytes_PGsOd & 15, bytes_PGsOd >> 4], 3).float() - 8
     whole_POGg = nibbles.permute(0, 4, 1, 2, 3, 5).flatten(3)
@@ -171,7 +172,7 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
-    assert (matrix.kind, matrix.data.numel()) == ("int4", matrix.padded * 3 * 18)
+    assert (matrix.kind, matrix.data.numel()) == ("nibbles", matrix.padded * 3 * 18)
     kept, largest = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
     step = x.abs().amax(1, keepdim=True) / largest
     together, exact = kernels.linear(matrix, x), x.double() @ kept.double().T + bias

@@ -34,6 +34,7 @@ from eyas.kernels._linear import (
     rms_norm,
 )
 from eyas.kernels._records import floats
+from eyas.kernels._rows import Rows, block_type
 
 __all__ = [
     "EXACT",
@@ -46,11 +47,13 @@ __all__ = [
     "Net",
     "Pass",
     "Pending",
+    "Rows",
     "ThreadCount",
     "TreeOptions",
     "UnavailableError",
     "WeightFormat",
     "available",
+    "block_type",
     "build_name",
     "commit",
     "draft_format",

@@ -41,7 +41,8 @@ def flags(*shape: int) -> Tensor:
 class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("data", "scale", "bias")),
-        *((name, c_int64) for name in ("kind", "limbs", "inputs", "outputs")),
+        *((name, c_int64) for name in ("kind", "limbs", "inputs", "outputs", "scales", "zero", "panel_bytes")),
+        ("codes", c_void_p),
     )
 
 

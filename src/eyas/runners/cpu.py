@@ -268,7 +268,7 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
     if exact is not None and weight_format.weights == "exact":
         layers = exact.layers.layers
         matrices = [exact.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-        kinds = ["int8" if m.kind == "int8_dot" else m.kind for m in matrices]
+        kinds = [{"int8_dot": "int8"}.get(m.kind, m.kind) for m in matrices]
     suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
     if other := next((kind for kind in kinds if kind not in suited), None):
         instead = {

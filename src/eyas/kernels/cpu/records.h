@@ -3,15 +3,27 @@
 
 #include "vectors.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT8_DOT, INT4 };
+// The last four have scales for groups of inputs (tiles.h).
+enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT8_DOT, NIBBLES, CODES, BYTES32, BYTES16 };
+
+// How a group's scales are stored, P outputs side by side. SUPER: numbers of 8 bits for each group,
+// which multiply numbers in float16 that 256 inputs share; these come before the first of them.
+enum Scales : int64_t { HALF, BFLOAT, HALF_MIN, SUPER, SUPER_MIN };
 
 struct Matrix {
     const void* data;    // panels in the layouts of tiles.h; null: no matrix
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
     int64_t kind;
-    int64_t limbs;  // of x for INT8_DOT and INT4; for BFLOAT16 its parts, 1 (rounded) or 3
+    int64_t limbs;  // of x for dots of integers; for BFLOAT16 its parts, 1 (rounded) or 3
     int64_t inputs, outputs;  // outputs: padded to a multiple of PANEL
+    // Of kinds with groups: what is subtracted from stored integers, where scales have no minimum;
+    // bytes of a panel; and the integers that nibbles stand for, or null.
+    Scales scales;
+    int64_t zero, panel_bytes;
+    const uint8_t* codes;  // [16], INT8_ZERO added
+
+    bool has_min() const { return scales == HALF_MIN || scales == SUPER_MIN; }
 };
 
 struct Layer {

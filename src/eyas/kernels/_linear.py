@@ -25,7 +25,9 @@ __all__ = [
 ]  # fmt: skip
 
 # as in cpu/records.h
-KINDS = ("float32", "bfloat16", "float16", "int8", "int8_dot", "nibbles", "codes", "bytes32", "bytes16")
+KINDS = (
+    "float32", "bfloat16", "float16", "int8", "int8_dot", "nibbles", "nibbles_min", "codes", "bytes32", "bytes32_min", "bytes16",
+)  # fmt: skip
 GROUP_SIZE = 32  # inputs of int4 that share a scale
 HALF, BFLOAT = 0, 1  # scales of a group, as in cpu/records.h
 SCALE_BYTES = ((2, 0), (2, 0), (4, 0), (1, 2), (2, 4))  # by scales: of a group, and of 256 inputs
@@ -124,7 +126,7 @@ def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
     if exact and block is not None and has_dots():
         own, shared = SCALE_BYTES[block.scales]
         group = 16 if block.kind == "bytes16" else GROUP_SIZE
-        integers = inputs // 2 if block.kind in ("nibbles", "codes") else inputs
+        integers = inputs // 2 if block.kind in ("nibbles", "nibbles_min", "codes") else inputs
         row_bytes = integers + inputs // group * own + inputs // 256 * shared
         return Form(block.kind, row_bytes, limbs, block.scales, block.zero, block.codes)
     if weights == "int4" and not inputs % GROUP_SIZE and has_dots():

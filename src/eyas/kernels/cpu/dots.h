@@ -56,24 +56,25 @@ struct GroupScales {
     // Read a group's scales, and what is added to scale * integer: without a minimum, minus zero *
     // scale. Returns where they end.
     const uint8_t* read(const uint8_t* at, FloatVec (&scale)[2], FloatVec (&least)[2]) const {
-        constexpr int HALF_BYTES = 2 * LANES;
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            const uint8_t *words = at + half * HALF_BYTES, *numbers = at + half * LANES;
-            switch (kind) {
-                case HALF: scale[half] = load_half(words); break;
-                case BFLOAT: scale[half] = load_bfloat16(words); break;
-                case HALF_MIN:
-                    scale[half] = load_half(words), least[half] = load_half(words + 2 * PANEL);
-                    continue;
-                case SUPER: scale[half] = shared[half] * load((const int8_t*)numbers); break;
-                case SUPER_MIN:
-                    scale[half] = shared[half] * load((const int8_t*)numbers);
-                    least[half] = -shared_min[half] * load((const int8_t*)numbers + PANEL);
-                    continue;
-            }
-            least[half] = scale[half] * (float)-zero;
+        const auto words = [&](auto load_words, const uint8_t* from, FloatVec (&to)[2]) INLINE_LAMBDA {
+            to[0] = load_words(from), to[1] = load_words(from + 2 * LANES);
+        };
+        const auto numbers = [&](const FloatVec* shared, const uint8_t* from, FloatVec (&to)[2])
+                                 INLINE_LAMBDA {
+            to[0] = shared[0] * load((const int8_t*)from);
+            to[1] = shared[1] * load((const int8_t*)from + LANES);
+        };
+        switch (kind) {
+            case HALF: words(load_half, at, scale); break;
+            case BFLOAT: words(load_bfloat16, at, scale); break;
+            case HALF_MIN: words(load_half, at, scale), words(load_half, at + 2 * PANEL, least); break;
+            case SUPER: numbers(shared, at, scale); break;
+            case SUPER_MIN:
+                numbers(shared, at, scale), numbers(shared_min, at + PANEL, least);
+                least[0] = -least[0], least[1] = -least[1];
         }
+        if (kind != HALF_MIN && kind != SUPER_MIN)
+            least[0] = scale[0] * (float)-zero, least[1] = scale[1] * (float)-zero;
         return at + own_bytes();
     }
 };
@@ -82,10 +83,10 @@ template <int BITS>
 INLINE IntVec load_integers(const uint8_t* w) {
     return BITS == 4 ? packed_nibbles(w) : dot_weights(w);
 }
-template <int BITS, bool TABLE>
+template <int BITS, GroupForm FORM>
 INLINE IntVec integers_of(IntVec loaded, IntVec codes) {
     if (BITS == 8) return loaded;
-    return TABLE ? look_up(codes, low_nibbles(loaded)) : low_nibbles(loaded);
+    return FORM == TABLE ? look_up(codes, low_nibbles(loaded)) : low_nibbles(loaded);
 }
 
 // a += products of `inputs` inputs, N row digits by two vectors of outputs.
@@ -119,10 +120,10 @@ INLINE void for_inputs(const Matrix&, const Int8Dot<3>* weights, int64_t begin, 
     }
 }
 
-template <int BITS, int GROUP, bool TABLE, class Act>
-INLINE void for_inputs(const Matrix& matrix, const Grouped<BITS, GROUP, TABLE, 3>* weights,
+template <int BITS, int GROUP, GroupForm FORM, class Act>
+INLINE void for_inputs(const Matrix& matrix, const Grouped<BITS, GROUP, FORM, 3>* weights,
                        int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
-    constexpr int STEP = 2 * PANEL, STEPS = PanelFormat<Grouped<BITS, GROUP, TABLE, 3>>::steps;
+    constexpr int STEP = 2 * PANEL, STEPS = PanelFormat<Grouped<BITS, GROUP, FORM, 3>>::steps;
     GroupScales scales(matrix, STEPS * STEP);
     const uint8_t* group = scales.group_of((const uint8_t*)weights, begin, GROUP);
     for (int64_t k = begin; k < end;) {
@@ -134,8 +135,8 @@ INLINE void for_inputs(const Matrix& matrix, const Grouped<BITS, GROUP, TABLE, 3
                    second = load_integers<BITS>(group + step * STEP + STEP / 2);
             prefetch.issue();
             for (int half = 0; half < 8 / BITS; half++, k += 2) {
-                const IntVec left = integers_of<BITS, TABLE>(first, scales.codes),
-                             right = integers_of<BITS, TABLE>(second, scales.codes);
+                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
+                             right = integers_of<BITS, FORM>(second, scales.codes);
                 act(k, fma(to_float((left << 16) >> 16), scale[0], offset[0]),
                     fma(to_float((right << 16) >> 16), scale[1], offset[1]));
                 act(k + 1, fma(to_float(left >> 16), scale[0], offset[0]),
@@ -193,34 +194,31 @@ NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_
     }
 }
 
-template <int ROWS, int BITS, int GROUP, bool TABLE, int LIMBS,
+template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS,
           std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
-NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, TABLE, LIMBS>* w,
+NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, FORM, LIMBS>* w,
                             int64_t inputs, Prefetch prefetch, const float*, const float* bias,
                             float* y, int64_t ldy, Epilogue epilogue) {
     constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS, STEP = DOT_INPUTS * PANEL,
-                  STEPS = PanelFormat<Grouped<BITS, GROUP, TABLE, LIMBS>>::steps;
+                  STEPS = PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>>::steps;
     FloatVec sums[ROWS][2] = {};
     GroupScales scales(*in.matrix, STEPS * STEP);
     const uint8_t* group = (const uint8_t*)w;
     const int8_t* digits = in.digits;
     const int32_t* initial = in.initial;
-    const bool has_min = in.matrix->has_min();
-    const int32_t begins = has_min ? 0 : -1;
     for (int64_t k = 0; k < inputs; k += GROUP, initial += N) {
         group = scales.enter(group, k);
         IntVec a[N][2];
 #pragma GCC unroll 12
-        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = (initial[i] & begins) - IntVec{};
-#pragma GCC unroll 8
+        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = (FORM == MIN ? 0 : initial[i]) - IntVec{};
         for (int step = 0; step < STEPS; step++) {
             IntVec first = load_integers<BITS>(group + step * STEP),
                    second = load_integers<BITS>(group + step * STEP + STEP / 2);
             prefetch.issue();
 #pragma GCC unroll 2
             for (int half = 0; half < 8 / BITS; half++, digits += 4 * N) {
-                const IntVec left = integers_of<BITS, TABLE>(first, scales.codes),
-                             right = integers_of<BITS, TABLE>(second, scales.codes);
+                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
+                             right = integers_of<BITS, FORM>(second, scales.codes);
 #pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
                     const auto x = load_digit(digits + 4 * i);
@@ -243,7 +241,7 @@ NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, TABL
                 sums[m][half] = fma(whole, scale[half], sums[m][half]);
             }
         }
-        if (has_min)
+        if constexpr (FORM == MIN)
 #pragma GCC unroll 6
             for (int m = 0; m < ROWS; m++) {
                 float x = (float)-initial[m * DIGITS + DIGITS - 1];
@@ -344,8 +342,8 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
 template <int ROWS, int LIMBS>
 static void multiply_tile(const TileInput&, const Int8Dot<LIMBS>*, int64_t, Prefetch, const float*,
                           const float*, float*, int64_t, Epilogue) {}
-template <int ROWS, int BITS, int GROUP, bool TABLE, int LIMBS>
-static void multiply_tile(const TileInput&, const Grouped<BITS, GROUP, TABLE, LIMBS>*, int64_t,
+template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS>
+static void multiply_tile(const TileInput&, const Grouped<BITS, GROUP, FORM, LIMBS>*, int64_t,
                           Prefetch, const float*, const float*, float*, int64_t, Epilogue) {}
 template <int LIMBS>
 static void split_into_digits(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*,

@@ -115,10 +115,14 @@ static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
             multiply_with_limbs<Int8Dot>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == NIBBLES)
             multiply_with_limbs<Nibbles>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == NIBBLES_MIN)
+            multiply_with_limbs<NibblesMin>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == CODES)
             multiply_with_limbs<Codes>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == BYTES32)
             multiply_with_limbs<Bytes32>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == BYTES32_MIN)
+            multiply_with_limbs<Bytes32Min>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == BYTES16)
             multiply_with_limbs<Bytes16>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == INT8)

@@ -67,11 +67,11 @@ struct BlockType {
 
 static const BlockType* block_type(int64_t type) {
     static const BlockType q4_0{32, 18, 32, NIBBLES, HALF, 8, nullptr},
-        q4_1{32, 20, 32, NIBBLES, HALF_MIN, 0, nullptr},
-        q5_0{32, 22, 32, BYTES32, HALF, 0, nullptr}, q5_1{32, 24, 32, BYTES32, HALF_MIN, 0, nullptr},
+        q4_1{32, 20, 32, NIBBLES_MIN, HALF_MIN, 0, nullptr},
+        q5_0{32, 22, 32, BYTES32, HALF, 0, nullptr}, q5_1{32, 24, 32, BYTES32_MIN, HALF_MIN, 0, nullptr},
         q8_0{32, 34, 32, BYTES32, HALF, 0, nullptr},
-        q4_k{256, 144, 32, NIBBLES, SUPER_MIN, 0, nullptr},
-        q5_k{256, 176, 32, BYTES32, SUPER_MIN, 0, nullptr},
+        q4_k{256, 144, 32, NIBBLES_MIN, SUPER_MIN, 0, nullptr},
+        q5_k{256, 176, 32, BYTES32_MIN, SUPER_MIN, 0, nullptr},
         q6_k{256, 210, 16, BYTES16, SUPER, 0, nullptr},
         iq4_nl{32, 18, 32, CODES, HALF, 0, NONLINEAR},
         iq4_xs{256, 136, 32, CODES, SUPER, 0, NONLINEAR},
@@ -189,7 +189,7 @@ static void read_row(int64_t type, const void* row, int64_t count, float* to) {
                     least = -half_to_float(block.least) * block.least_number[g];
                 for (int64_t i = g * of.group; i < (g + 1) * of.group; i++) {
                     const int integer = of.codes            ? of.codes[block.integer[i]]
-                                        : of.kind == NIBBLES ? block.integer[i] - of.zero
+                                        : of.kind <= NIBBLES_MIN ? block.integer[i] - of.zero
                                                              : (int8_t)block.integer[i];
                     to[k + i] = scale * integer + least;
                 }
@@ -211,7 +211,7 @@ static inline void store_group(const uint8_t* integer, int64_t group, bool nibbl
 // A panel of grouped weights from rows of the same form.
 static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, uint8_t* panel) {
     const BlockType& of = *block_type(type);
-    const bool nibbles = of.kind == NIBBLES || of.kind == CODES, super = of.scales >= SUPER,
+    const bool nibbles = of.kind <= CODES, super = of.scales >= SUPER,
                has_min = of.scales == HALF_MIN || of.scales == SUPER_MIN;
     const int64_t integers = of.group * PANEL / (nibbles ? 2 : 1),
                   group_bytes = integers + (super ? 1 : 2) * (has_min ? 2 : 1) * PANEL,

@@ -3,8 +3,20 @@
 
 #include "vectors.h"
 
-// The last four have scales for groups of inputs (tiles.h).
-enum Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT8_DOT, NIBBLES, CODES, BYTES32, BYTES16 };
+// From NIBBLES on there are scales for groups of inputs (tiles.h); with _MIN, minima, too.
+enum Kind : int64_t {
+    FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    INT8,
+    INT8_DOT,
+    NIBBLES,
+    NIBBLES_MIN,
+    CODES,
+    BYTES32,
+    BYTES32_MIN,
+    BYTES16
+};
 
 // How a group's scales are stored, P outputs side by side. SUPER: numbers of 8 bits for each group,
 // which multiply numbers in float16 that 256 inputs share; these come before the first of them.
@@ -23,7 +35,7 @@ struct Matrix {
     int64_t zero, panel_bytes;
     const uint8_t* codes;  // [16], INT8_ZERO added
 
-    bool has_min() const { return scales == HALF_MIN || scales == SUPER_MIN; }
+    bool has_min() const { return kind == NIBBLES_MIN || kind == BYTES32_MIN; }
 };
 
 struct Layer {

@@ -68,19 +68,25 @@ struct Int8Dot {
     uint8_t byte;  // weight + INT8_ZERO
 };
 
-// Weights in groups of GROUP inputs. BITS: 4 or 8; TABLE: nibbles stand for integers of a table.
-template <int BITS, int GROUP, bool TABLE, int LIMBS>
+// Weights in groups of GROUP inputs, in integers of BITS; with a table, nibbles stand for its
+// integers.
+enum GroupForm { PLAIN, TABLE, MIN };
+template <int BITS, int GROUP, GroupForm FORM, int LIMBS>
 struct Grouped {
     uint8_t byte;
 };
 template <int LIMBS>
-using Nibbles = Grouped<4, 32, false, LIMBS>;
+using Nibbles = Grouped<4, 32, PLAIN, LIMBS>;
 template <int LIMBS>
-using Codes = Grouped<4, 32, true, LIMBS>;
+using NibblesMin = Grouped<4, 32, MIN, LIMBS>;
 template <int LIMBS>
-using Bytes32 = Grouped<8, 32, false, LIMBS>;
+using Codes = Grouped<4, 32, TABLE, LIMBS>;
 template <int LIMBS>
-using Bytes16 = Grouped<8, 16, false, LIMBS>;
+using Bytes32 = Grouped<8, 32, PLAIN, LIMBS>;
+template <int LIMBS>
+using Bytes32Min = Grouped<8, 32, MIN, LIMBS>;
+template <int LIMBS>
+using Bytes16 = Grouped<8, 16, PLAIN, LIMBS>;
 
 struct Float16 {
     uint16_t bits;
@@ -129,8 +135,8 @@ template <>
 struct PanelFormat<BFloat16Dot> : PanelFormat<uint16_t> {
     static constexpr int x_bytes = 2;
 };
-template <int BITS, int GROUP, bool TABLE, int LIMBS>
-struct PanelFormat<Grouped<BITS, GROUP, TABLE, LIMBS>> {
+template <int BITS, int GROUP, GroupForm FORM, int LIMBS>
+struct PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>> {
     static constexpr int digits = digits_of<LIMBS>, limbs = LIMBS;
     // a row has float accumulators beside those of its digits
     static constexpr int tile_rows = TILE_ROWS / (digits + 1), x_bytes = 4 * digits / DOT_INPUTS;

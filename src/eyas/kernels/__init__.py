@@ -34,7 +34,7 @@ from eyas.kernels._linear import (
     rms_norm,
 )
 from eyas.kernels._records import floats
-from eyas.kernels._rows import Rows, block_type
+from eyas.kernels._rows import Rows, block_type, joined
 
 __all__ = [
     "EXACT",
@@ -66,6 +66,7 @@ __all__ = [
     "has_avx512_bf16",
     "has_dots",
     "head",
+    "joined",
     "lanes",
     "library",
     "linear",

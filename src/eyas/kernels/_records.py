@@ -48,7 +48,7 @@ class Matrix(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
         *((name, c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         ("window", c_int64),
     )

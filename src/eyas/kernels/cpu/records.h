@@ -41,6 +41,7 @@ struct Matrix {
 struct Layer {
     Matrix qkv, o, gate_up,
         down;  // gate_up: panels hold LANES gates, then the LANES ups beside them
+    Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
     const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of RMS norms; null: no norm
     int64_t window;  // visible positions, the query's own included; 0: all
 };

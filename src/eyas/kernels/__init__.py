@@ -20,6 +20,7 @@ from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, LayerSizes, Pass
 from eyas.kernels._linear import (
     EXACT,
     Matrix,
+    Memory,
     ThreadCount,
     WeightFormat,
     draft_format,
@@ -28,11 +29,14 @@ from eyas.kernels._linear import (
     has_dots,
     head,
     lanes,
+    layout,
     linear,
     pack,
     pack_gated,
+    packed_bytes,
     rms_norm,
 )
+from eyas.kernels._memory import huge_pages
 from eyas.kernels._records import floats
 from eyas.kernels._rows import Rows, block_type, joined
 
@@ -44,6 +48,7 @@ __all__ = [
     "LayerSizes",
     "Layers",
     "Matrix",
+    "Memory",
     "Net",
     "Pass",
     "Pending",
@@ -66,12 +71,15 @@ __all__ = [
     "has_avx512_bf16",
     "has_dots",
     "head",
+    "huge_pages",
     "joined",
     "lanes",
+    "layout",
     "library",
     "linear",
     "pack",
     "pack_gated",
+    "packed_bytes",
     "rms_norm",
     "why_not",
 ]  # fmt: skip

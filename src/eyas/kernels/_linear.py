@@ -21,7 +21,7 @@ from eyas.kernels._rows import PLAIN, Rows, block_type
 
 __all__ = [
     "EXACT", "Matrix", "Memory", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
-    "head", "lanes", "linear", "pack", "pack_gated", "rms_norm",
+    "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "rms_norm",
 ]  # fmt: skip
 
 # as in cpu/records.h
@@ -88,7 +88,7 @@ def pack(
     `weight_format` rounds to.
 
     Args:
-        memory: makes room for this number of bytes.
+        memory: makes room for a number of bytes. Where it `is_filled`, they are there already.
     """
     rows = weight_OI if isinstance(weight_OI, Rows) else Rows.of(weight_OI)
     outputs, inputs = rows.shape
@@ -97,14 +97,22 @@ def pack(
     form = _form_of(rows, weight_format)
     data = memory(padded * form.row_bytes).view(padded // panel, panel * form.row_bytes)
     bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padded - outputs)).contiguous()
-    scale_O = floats(padded) if form.kind in ("int8", "int8_dot") else None
+    scale_O = None
+    if form.kind in ("int8", "int8_dot"):
+        scale_O = memory(4 * padded).view(torch.float32)
     matrix = Matrix(form.kind, data, scale_O, bias_O, inputs, outputs, form.limbs, form.scales, form.zero, form.codes)
     address_O = F.pad(rows.address_O, (0, padded - outputs))
-    library().eyas_pack(
-        byref(matrix.record), c_int64(rows.type), c_void_p(address(address_O, torch.long)), c_void_p(data.data_ptr()),
-        c_void_p(address(scale_O)), c_int64(torch.get_num_threads()),
-    )  # fmt: skip
+    if not getattr(memory, "is_filled", False):
+        library().eyas_pack(
+            byref(matrix.record), c_int64(rows.type), c_void_p(address(address_O, torch.long)), c_void_p(data.data_ptr()),
+            c_void_p(address(scale_O)), c_int64(torch.get_num_threads()),
+        )  # fmt: skip
     return matrix
+
+
+def packed_bytes(rows: Rows, weight_format: WeightFormat) -> int:
+    """Return the bytes of a matrix when it is packed."""
+    return (len(rows) + -len(rows) % (2 * lanes())) * _form_of(rows, weight_format).row_bytes
 
 
 class Form(NamedTuple):
@@ -179,6 +187,11 @@ def pack_gated(
 def lanes() -> int:
     """Return the number of floats in a vector of the kernels: 16, 8 or 4."""
     return int(library().eyas_lanes())
+
+
+def layout() -> tuple[int, int, int]:
+    """Return what the layout of panels depends on."""
+    return lanes(), _dot_inputs(), int(library().eyas_int8_zero())
 
 
 def has_dots() -> bool:

@@ -30,7 +30,7 @@ from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
-from eyas.runners._packing import Packing, packing_of
+from eyas.runners._packing import Packing, check_fit, packing_of
 from eyas.runners.cpu_ops import CpuOps
 from eyas.runners.stored import StoredLinear, stored_in
 
@@ -62,6 +62,8 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     _refuse(target)  # before its weights are read
+    if stored_in(target.model) is not None:
+        check_fit(target, weight_format)
     proof = Proof(target) if own else None
     known = proof is not None and proof.known
     made, checkpoint = None, stored_in(target.model)
@@ -273,7 +275,7 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
     if exact is not None and weight_format.weights == "exact":
         layers = exact.layers.layers
         matrices = [exact.output, *(m for layer in layers for m in layer.matrices)]
-        kinds = [{"int8_dot": "int8"}.get(m.kind, m.kind) for m in matrices]
+        kinds = [_rounded_kind(m.kind) for m in matrices]
     suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
     if other := next((kind for kind in kinds if kind not in suited), None):
         instead = {
@@ -285,6 +287,13 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
             f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
             f"take weights {suited[0]}{instead}"
         )
+
+
+def _rounded_kind(kind: str) -> str:
+    """Return how users call a kind of matrix."""
+    if kind.startswith(("nibbles", "codes")):
+        return "int4"
+    return "int8" if kind.startswith(("int8", "bytes")) else kind
 
 
 def _refuse(target: Target) -> None:

@@ -15,7 +15,7 @@ from eyas import kernels
 from eyas.core.sockets import KnownHead, KnownTarget, Source
 from eyas.core.target import Target
 from eyas.runners.cpu import FAMILIES
-from eyas.runners.stored import Checkpoint, Entry, MappedFile, open_safetensors, without_layers
+from eyas.runners.stored import Checkpoint, Entry, MappedFile, open_safetensors, few_outputs
 from eyas.targets.gguf_files import TENSORS, as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer
 
@@ -57,7 +57,7 @@ def heads_for(target: Target) -> list[KnownHead]:
 @contextmanager
 def _open_folder(checkpoint: Checkpoint, target: Any, tokenizer: Any) -> Iterator[Source]:
     model = checkpoint.model()
-    with without_layers(model):
+    with few_outputs(model):
         yield Source(model, str(target), checkpoint.folder if tokenizer is None else tokenizer)
 
 
@@ -72,7 +72,7 @@ def _open_gguf(source: Path, file: str, cache: bool, tokenizer: Any) -> Iterator
             tokenizer = False
         if checkpoint is not None:
             model = checkpoint.model()
-            with without_layers(model):
+            with few_outputs(model):
                 yield Source(model, f"{source}/{file}", tokenizer)
             return
     with as_folder(source, file, cache) as folder:

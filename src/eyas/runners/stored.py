@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import mmap
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +30,11 @@ from eyas import kernels
 from eyas.errors import ModelError
 from eyas.kernels import Rows
 
-__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "stored_in", "without_layers"]
+__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "few_outputs", "stored_in"]
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
+FEW = 256  # logits that are computed to learn about a model
 HEADER = 8  # bytes of a safetensors file that say how long its header is
 
 
@@ -66,12 +66,16 @@ class MappedFile:
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose weight stays in its file."""
+    """A linear layer whose weight stays in its file.
+
+    Attributes:
+        computed: outputs that `forward` computes; the others are zero (`few_outputs`).
+    """
 
     def __init__(self, rows: Rows, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = rows.shape
-        self.rows, self.is_skipped = rows, False
+        self.rows, self.computed = rows, len(rows)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
@@ -80,11 +84,11 @@ class StoredLinear(nn.Linear):
         return self.rows.read()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_skipped:
-            return x.new_zeros(*x.shape[:-1], self.out_features)
+        y = x.new_zeros(*x.shape[:-1], self.out_features)
         step = max(1, PART // (4 * self.in_features))
-        parts = [F.linear(x, self.rows.take(slice(n, n + step)).read()) for n in range(0, len(self.rows), step)]
-        y = torch.cat(parts, dim=-1)
+        for n in range(0, self.computed, step):
+            part = self.rows.take(slice(n, n + step)).read()
+            y[..., n : n + len(part)] = F.linear(x, part)
         return y if self.bias is None else y + self.bias
 
 
@@ -207,17 +211,18 @@ def stored_in(model: Any) -> Checkpoint | None:
 
 
 @contextmanager
-def without_layers(model: Any) -> Iterator[None]:
-    """Within this context, the matrices of a stored model's layers are not read, and give zeros: what a forward returns
-    has the right sizes."""
-    skipped = [module for module in model.get_decoder().modules() if isinstance(module, StoredLinear)]
-    for module in skipped:
-        module.is_skipped = True
+def few_outputs(model: Any) -> Iterator[None]:
+    """Within this context, a stored model's layers are not computed, and a few logits only: what a forward returns has
+    the right sizes, and little is read."""
+    layers = {id(module) for module in model.get_decoder().modules()}
+    linears = [module for module in model.modules() if isinstance(module, StoredLinear)]
+    for module in linears:
+        module.computed = 0 if id(module) in layers else min(FEW, module.out_features)
     try:
         yield
     finally:
-        for module in skipped:
-            module.is_skipped = False
+        for module in linears:
+            module.computed = module.out_features
 
 
 def open_safetensors(folder: Path) -> Checkpoint | None:
@@ -240,10 +245,6 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
             begin = HEADER + length + about["data_offsets"][0]
             tensors[name] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
     return Checkpoint(folder, files, tensors)
-
-
-def file_bytes(path: Path) -> int:
-    return os.stat(path).st_size
 
 
 def _shaped(value: Tensor, shape: torch.Size, name: str) -> Tensor:

@@ -179,6 +179,11 @@ static void read_row(int64_t type, const void* row, int64_t count, float* to) {
         Block block;
         for (int64_t k = 0; k < count; k += of.size, from += of.bytes) {
             take_apart(type, from, block);
+            int8_t integer[256];
+            if (of.codes)
+                for (int64_t i = 0; i < of.size; i++) integer[i] = of.codes[block.integer[i]];
+            else
+                for (int64_t i = 0; i < of.size; i++) integer[i] = block.integer[i] - of.zero;
             const float shared = of.scales == BFLOAT ? bfloat16_to_float(block.scale)
                                                      : half_to_float(block.scale);
             for (int64_t g = 0; g < of.size / of.group; g++) {
@@ -187,12 +192,8 @@ static void read_row(int64_t type, const void* row, int64_t count, float* to) {
                 if (of.scales == HALF_MIN) least = half_to_float(block.least);
                 if (of.scales == SUPER_MIN)
                     least = -half_to_float(block.least) * block.least_number[g];
-                for (int64_t i = g * of.group; i < (g + 1) * of.group; i++) {
-                    const int integer = of.codes            ? of.codes[block.integer[i]]
-                                        : of.kind <= NIBBLES_MIN ? block.integer[i] - of.zero
-                                                             : (int8_t)block.integer[i];
-                    to[k + i] = scale * integer + least;
-                }
+                for (int64_t i = g * of.group; i < (g + 1) * of.group; i++)
+                    to[k + i] = scale * integer[i] + least;
             }
         }
     }

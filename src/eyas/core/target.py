@@ -654,6 +654,6 @@ def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
 
 def _table_shape(embedding: Any) -> tuple[int, int]:
     """Return (tokens, width) of an embedding: of its weight, or of the rows that stand for one that stays in its file."""
-    table = getattr(embedding, "rows", None)
+    table = getattr(embedding, "stored_rows", None)
     outputs, width = (embedding.weight if table is None else table).shape
     return outputs, width

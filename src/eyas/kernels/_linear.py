@@ -16,7 +16,7 @@ from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._memory import huge_pages
-from eyas.kernels._records import address, floats
+from eyas.kernels._records import KINDS, address, floats
 from eyas.kernels._rows import PLAIN, Rows, block_type
 
 __all__ = [
@@ -24,10 +24,6 @@ __all__ = [
     "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "rms_norm",
 ]  # fmt: skip
 
-# as in cpu/records.h
-KINDS = (
-    "float32", "bfloat16", "float16", "int8", "int8_dot", "nibbles", "nibbles_min", "codes", "bytes32", "bytes32_min", "bytes16",
-)  # fmt: skip
 GROUP_SIZE = 32  # inputs of int4 that share a scale
 HALF, BFLOAT = 0, 1  # scales of a group, as in cpu/records.h
 SCALE_BYTES = ((2, 0), (2, 0), (4, 0), (1, 2), (2, 4))  # by scales: of a group, and of 256 inputs
@@ -144,7 +140,8 @@ def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
         if inputs % lanes() or not has_dots():
             return Form("int8", inputs)
         return Form("int8_dot", inputs, limbs, zero=int(library().eyas_int8_zero()))
-    if not inputs % 2 and (weights == "bfloat16" or (exact and plain and _holds(_is_bfloat16, rows))):
+    is_bfloat16 = rows.type == PLAIN[torch.bfloat16] or (exact and plain and _holds(_is_bfloat16, rows))
+    if not inputs % 2 and (weights == "bfloat16" or (exact and is_bfloat16)):
         rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
         return Form("bfloat16", 2 * inputs, 1 if rounds_inputs else 3)
     if exact and rows.type == PLAIN[torch.float16] and has_dots():

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
+    "KINDS", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
 ]  # fmt: skip
+
+# of matrices, as in cpu/records.h
+KINDS = (
+    "float32", "bfloat16", "float16", "int8", "int8_dot", "nibbles", "nibbles_min", "codes", "bytes32", "bytes32_min", "bytes16",
+)  # fmt: skip
 
 
 def address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels._build import library
-from eyas.kernels._records import address, floats
+from eyas.kernels._records import KINDS, address, floats
 
 __all__ = ["BlockType", "Rows", "block_type", "joined"]
 
@@ -43,8 +43,6 @@ def block_type(number: int) -> BlockType | None:
 
 @cache
 def _block_type(kernels: CDLL, number: int) -> BlockType | None:
-    from eyas.kernels._linear import KINDS
-
     found, codes = tuple(c_int64() for _ in range(5)), (c_uint8 * 16)()
     known = kernels.eyas_block_type(c_int64(number), *map(byref, found), codes)
     if not known:
@@ -109,6 +107,12 @@ class Rows:
             c_void_p(address(weight_OI)), c_int64(threads or torch.get_num_threads()),
         )  # fmt: skip
         return weight_OI
+
+    def sample(self, step: int) -> Tensor:
+        """Return every step-th weight, row after row."""
+        place_N = torch.arange(0, len(self) * self.inputs, step, device="cpu")
+        row_N, index_N = (place_N // self.inputs).unique(return_inverse=True)
+        return self.take(row_N).read()[index_N, place_N % self.inputs]
 
 
 def joined(parts: Sequence[Rows]) -> Rows | None:

@@ -97,7 +97,7 @@ class Packing:
 
     def rows(self, module: Any) -> Rows:
         """Return the rows of a linear layer."""
-        return module.rows if isinstance(module, StoredLinear) else Rows.of(module.weight)
+        return module.stored_rows if isinstance(module, StoredLinear) else Rows.of(module.weight)
 
     def __call__(self, rows: Rows, bias_O: Tensor | None = None, weight_format: WeightFormat | None = None) -> Matrix:
         return self._packed(kernels.pack(rows, bias_O, weight_format or self.weight_format, self._memory))
@@ -164,7 +164,7 @@ def weights_that_fit(target: Target) -> str:
 def _bytes(target: Target, weight_format: WeightFormat) -> int:
     """Return how much the packed weights take."""
     linears = [module for module in target.model.modules() if isinstance(module, StoredLinear)]
-    return sum(kernels.packed_bytes(module.rows, weight_format) for module in linears)
+    return sum(kernels.packed_bytes(module.stored_rows, weight_format) for module in linears)
 
 
 def _cache_bytes(target: Target) -> int:

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from eyas import kernels
 from eyas.core.sockets import KnownHead, KnownTarget, Source
 from eyas.core.target import Target
 from eyas.runners.cpu import FAMILIES
-from eyas.runners.stored import Checkpoint, Entry, MappedFile, open_safetensors, few_outputs
+from eyas.runners.stored import Checkpoint, Entry, MappedFile, few_outputs, open_safetensors, settings_of
 from eyas.targets.gguf_files import TENSORS, as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer
 
@@ -46,7 +47,7 @@ def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = 
     if about.get("model_type") not in FAMILIES or "quantization_config" in about:
         return None
     checkpoint = open_safetensors(folder)
-    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, target))
+    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, folder))
 
 
 def heads_for(target: Target) -> list[KnownHead]:
@@ -55,10 +56,10 @@ def heads_for(target: Target) -> list[KnownHead]:
 
 
 @contextmanager
-def _open_folder(checkpoint: Checkpoint, target: Any, tokenizer: Any) -> Iterator[Source]:
+def _open_folder(checkpoint: Checkpoint, folder: Path, tokenizer: Any) -> Iterator[Source]:
     model = checkpoint.model()
     with few_outputs(model):
-        yield Source(model, str(target), checkpoint.folder if tokenizer is None else tokenizer)
+        yield Source(model, str(folder), folder if tokenizer is None else tokenizer)
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
     if other := sorted({entry.type for entry in tensors.values() if entry.type not in plain and kernels.block_type(entry.type) is None}):
         log.info("%s is converted: the kernels do not know its types of weights %s", path.name, ", ".join(map(str, other)))
         return None
-    checkpoint = Checkpoint(folder, [MappedFile(path)], tensors)
+    checkpoint = Checkpoint(*settings_of(folder), [MappedFile(path)], tensors)
     if ROPE_FACTORS not in tensors:
         return checkpoint
-    return Checkpoint(folder, checkpoint.files, tensors, checkpoint.tensor(ROPE_FACTORS))
+    return replace(checkpoint, frequency_factors=checkpoint.tensor(ROPE_FACTORS))

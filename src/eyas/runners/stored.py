@@ -30,7 +30,7 @@ from eyas import kernels
 from eyas.errors import ModelError
 from eyas.kernels import Rows
 
-__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "few_outputs", "stored_in"]
+__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "few_outputs", "settings_of", "stored_in"]
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
@@ -75,19 +75,19 @@ class StoredLinear(nn.Linear):
     def __init__(self, rows: Rows, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = rows.shape
-        self.rows, self.computed = rows, len(rows)
+        self.stored_rows, self.computed = rows, len(rows)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weights [O, I] in float32, made anew."""
-        return self.rows.read()
+        return self.stored_rows.read()
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.new_zeros(*x.shape[:-1], self.out_features)
         step = max(1, PART // (4 * self.in_features))
         for n in range(0, self.computed, step):
-            part = self.rows.take(slice(n, n + step)).read()
+            part = self.stored_rows.take(slice(n, n + step)).read()
             y[..., n : n + len(part)] = F.linear(x, part)
         return y if self.bias is None else y + self.bias
 
@@ -98,15 +98,15 @@ class StoredEmbedding(nn.Embedding):
     def __init__(self, rows: Rows, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = rows.shape
-        self.rows, self.padding_idx = rows, padding_idx
+        self.stored_rows, self.padding_idx = rows, padding_idx
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The table [V, D] in float32, made anew."""
-        return self.rows.read()
+        return self.stored_rows.read()
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
+        return self.stored_rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -117,17 +117,17 @@ class Checkpoint:
     """The files of a model.
 
     Attributes:
-        folder: its configuration.
+        config: the model's configuration.
+        generation: the settings in generation_config.json; None where there is none.
         tensors: by their names in transformers.
         frequency_factors: what the frequencies of RoPE are divided by; None: nothing.
-        packed: a folder for packed weights; None: they are packed at every load.
     """
 
-    folder: Path
+    config: Any
+    generation: GenerationConfig | None
     files: Sequence[MappedFile]
     tensors: Mapping[str, Entry]
     frequency_factors: Tensor | None = None
-    packed: Path | None = None
 
     @property
     def identity(self) -> str:
@@ -159,7 +159,7 @@ class Checkpoint:
     def model(self, layers: int | None = None) -> Any:
         """Return the model in eval mode; with `layers`, of its first ones only. Raise ModelError if tensors are
         missing or have other shapes."""
-        config = copy.deepcopy(AutoConfig.from_pretrained(self.folder))
+        config = copy.deepcopy(self.config)
         if layers is not None:
             config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
@@ -178,8 +178,8 @@ class Checkpoint:
                 owner, _, last = name.rpartition(".")
                 value = _shaped(self.tensor(name), parameter.shape, name)
                 setattr(model.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
-        if (self.folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        if self.generation is not None:
+            model.generation_config = copy.deepcopy(self.generation)
         model.eyas_checkpoint = self
         return model.eval()
 
@@ -192,7 +192,7 @@ class Checkpoint:
             key = "model.embed_tokens.weight"
         rows = self.rows(key)
         if rows.shape != tuple(module.weight.shape):
-            raise ModelError(f"{self.folder}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}")
+            raise ModelError(f"{self.files[0].path}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}")
         if isinstance(module, nn.Embedding):
             setattr(parent, place, StoredEmbedding(rows, module.padding_idx))
         else:
@@ -244,7 +244,13 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
                 return None
             begin = HEADER + length + about["data_offsets"][0]
             tensors[name] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
-    return Checkpoint(folder, files, tensors)
+    return Checkpoint(*settings_of(folder), files, tensors)
+
+
+def settings_of(folder: Path) -> tuple[Any, GenerationConfig | None]:
+    """Return the configuration of a model and, if there are any, its settings for generation."""
+    has_settings = (folder / "generation_config.json").is_file()
+    return AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder) if has_settings else None
 
 
 def _shaped(value: Tensor, shape: torch.Size, name: str) -> Tensor:

@@ -231,7 +231,9 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
     from gguf import GGUFReader
 
     tokenizer = _read_tokenizer(path.parent, path.name)
-    file, keywords = GGUFReader(path), _keywords(path.parent, path.name)
+    keywords = _keywords(path.parent, path.name)
+    with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
+        file = GGUFReader(path)
     config = keywords["config"]
     ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
     eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}

@@ -152,11 +152,13 @@ def write_gguf(
     seed: int = 0,
     ends: Mapping[str, int] | None = None,
     template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    others: Mapping[str, str] | None = None,
 ) -> None:
     """The small llama as a file in GGUF format.
 
     tokens: its vocabulary, byte-level BPE whose first token ends a text and whose digits are split.
     ends: further tokens that end something: "eot" a turn, "eom" a message.
+    others: other kinds of matrices, by the ends of their names there, such as "attn_v".
     """
     gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
@@ -191,7 +193,8 @@ def write_gguf(
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         there = names.get_name(name, try_suffixes=(".weight",))
         if array.ndim == 2:
-            form = gguf.GGMLQuantizationType[kind]
+            own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
+            form = gguf.GGMLQuantizationType[own]
             writer.add_tensor(there, gguf.quants.quantize(np.ascontiguousarray(array), form), raw_dtype=form)
         else:
             writer.add_tensor(there, array)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ def stored(kind: torch.dtype, outputs: int = 70, inputs: int = 48) -> torch.Tens
 
 def form(matrix: kernels.Matrix) -> torch.dtype:
     """The type that it is stored in; int8 is uint8 for integer dot products."""
-    return torch.int8 if matrix.kind == "int8_dot" else matrix.data.dtype
+    return torch.int8 if matrix.kind == "int8_dot" else getattr(torch, matrix.kind)  # type: ignore[no-any-return]
 
 
 @needs
@@ -155,8 +156,9 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
     """Returns the weights of an int4 matrix, [O, I]."""
     panel, inputs = 2 * kernels.lanes(), kernels.library().eyas_dot_inputs()
-    bytes_PGsOd = matrix.data[:, :, : 16 * panel].unflatten(2, (-1, panel, inputs))
-    scale = matrix.data[:, :, 16 * panel :].contiguous().view(torch.bfloat16).float()
+    data = matrix.data.unflatten(1, (-1, 18 * panel))  # panel, group
+    bytes_PGsOd = data[:, :, : 16 * panel].unflatten(2, (-1, panel, inputs))
+    scale = data[:, :, 16 * panel :].contiguous().view(torch.bfloat16).float()
     # panel, group, step, nibble, output, input
     nibbles = torch.stack([bytes_PGsOd & 15, bytes_PGsOd >> 4], 3).float() - 8
     whole_POGg = nibbles.permute(0, 4, 1, 2, 3, 5).flatten(3)
@@ -171,7 +173,7 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
-    assert (matrix.kind, matrix.data.numel()) == ("int4", matrix.padded * 3 * 18)
+    assert (matrix.kind, matrix.data.numel()) == ("nibbles", matrix.padded * 3 * 18)
     kept, largest = unpacked(matrix), {"exact": 8355584, "int16": 127 * 257, "int8": 127}[activations]
     step = x.abs().amax(1, keepdim=True) / largest
     together, exact = kernels.linear(matrix, x), x.double() @ kept.double().T + bias
@@ -186,6 +188,52 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
     assert broken[:, 3].isnan().all()
     assert not broken[5].isfinite().any()
     assert broken[:5, :3].isfinite().all(), "neither spreads"
+
+
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "F16", "BF16", "F32")
+SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}  # float16
+
+
+def blocks(kind: str, outputs: int, inputs: int) -> tuple[kernels.Rows, torch.Tensor]:
+    """Random rows of a type of GGUF files, and what the package gguf makes of them."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
+    form, generator = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+    if kind in ("F16", "BF16", "F32"):
+        plain = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+        kept = plain.to({"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[kind])
+        return kernels.Rows.of(kept), kept.float()
+    size, count = gguf.GGML_QUANT_SIZES[form]
+    data = generator.integers(0, 256, (outputs, inputs // size, count), np.uint8)
+    for at in SCALES_AT.get(kind, (0,)):
+        scale = generator.uniform(-0.02, 0.02, data.shape[:2]).astype(np.float16)
+        data[..., at : at + 2] = scale[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = generator.integers(0, 130, data.shape[:2])  # exponents, the least ones included
+    data = data.reshape(outputs, -1)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, form).astype(np.float32))
+    return kernels.Rows.at(data.ctypes.data, int(form), outputs, inputs, data), expected
+
+
+@needs
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_of_gguf_files(kind: str) -> None:
+    """Guards every type of blocks: the numbers of the package gguf to the bit, products of these numbers as exact as
+    float32's, the same bits for a row alone and among others, rows in any order, padding, a bias; and rounded inputs."""
+    rows, weight = blocks(kind, 70, 512)
+    assert torch.equal(rows.read(), weight)
+    x, bias = torch.randn(37, 512, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 70)
+    matrix = kernels.pack(rows, bias)
+    together, exact = kernels.linear(matrix, x), x.double() @ weight.double().T + bias
+    assert ((together - exact).abs() <= 1e-5 * (x.double().abs() @ weight.double().abs().T + 1)).all()
+    assert float((together - exact).norm() / exact.norm()) < 2e-6
+    assert all(torch.equal(kernels.linear(matrix, x[row : row + 1])[0], together[row]) for row in range(37))
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(kernels.linear(kernels.pack(rows.take(order), bias[order]), x), together[:, order])
+    if kernels.has_dots() and kind not in ("F16", "BF16", "F32"):
+        assert matrix.bytes < weight[:1].numel() * matrix.padded * 9.1 / 8, "no wider than its own integers and scales"
+        for activations, error in (("int16", 1e-4), ("int8", 2e-2)):
+            rounded = kernels.linear(kernels.pack(rows, bias, kernels.WeightFormat("exact", activations)), x)  # type: ignore[arg-type]
+            assert 0 < float((rounded - exact).norm() / exact.norm()) < error
 
 
 @contextmanager

@@ -39,9 +39,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     done: list[Path] = []
     convert = gguf_files._convert
 
-    def counted(path: Path, folder: Path) -> None:
+    def counted(path: Path, folder: Path, weights: bool) -> None:
         done.append(path)
-        convert(path, folder)
+        convert(path, folder, weights)
 
     monkeypatch.setattr(gguf_files, "_convert", counted)
     return done
@@ -110,7 +110,7 @@ def test_an_interrupted_conversion_leaves_nothing(file: Path, monkeypatch: pytes
     """Guards against a half-written folder that looks whole, and against its rubbish: also what a
     killed process left is gone after the next conversion."""
 
-    def interrupted(path: Path, folder: Path) -> None:
+    def interrupted(path: Path, folder: Path, weights: bool) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 

@@ -117,7 +117,7 @@ class TargetOptions:
     """auto: compiled kernels on a CPU, CUDA graphs on a GPU, if they support the model. on: also say why if
     not. off: the model's own code. fixed: sum in one order, or fail. compile: torch.compile for other layers on
     a GPU."""
-    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], "Machine"] = "exact"
+    weights: Annotated[Literal["exact", "auto", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is the rounded model's.
     Needs the compiled kernels."""
     activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "Machine"] = "exact"

@@ -138,7 +138,8 @@ class Family:
 def head(family: Family, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits [..., V] of hidden states [..., D] taken after the final norm, as the model itself computes
     them; on the device of the hidden states."""
-    weight = getattr(family.head, "weight", None)
+    stays_in_file = hasattr(family.head, "stored_rows")  # its weight would be read to be looked at
+    weight = None if stays_in_file else getattr(family.head, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype in WIDE_DTYPES:
         hidden = hidden.to(dtype=weight.dtype)  # Mamba's are float32 in every model (residual_in_fp32)
     logits: torch.Tensor = family.head(hidden).to(hidden.device)

@@ -153,9 +153,15 @@ class KnownHead(NamedTuple):
 class TargetPlug(Protocol):
     """Finds targets by what a caller of `eyas.load` names."""
 
-    def find_target(self, target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
+    def find_target(
+        self, target: Any, gguf_file: str | None, cache: bool, stored: bool = False
+    ) -> KnownTarget | None:
         """Return the target that these arguments of `eyas.load` name; None if this plug does not know it.
-        Read nothing large yet."""
+        Read nothing large yet.
+
+        Args:
+            stored: whether its weights may stay in their files, as compiled kernels on a CPU will pack them.
+        """
 
     def heads_for(self, target: Target) -> Sequence[KnownHead]:
         """Return heads for a loaded target, in the order in which they are tried. Nothing is fetched."""

@@ -197,11 +197,11 @@ class Target:
     @property
     def num_embeddings(self) -> int:
         """Number of rows of the embedding table."""
-        return _weight(self.family.embedding).shape[0]
+        return _table_shape(self.family.embedding)[0]
 
     @property
     def hidden_size(self) -> int:
-        return _weight(self.family.embedding).shape[1]
+        return _table_shape(self.family.embedding)[1]
 
     @property
     def context(self) -> int:
@@ -656,7 +656,8 @@ def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
     return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
 
 
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight
+def _table_shape(embedding: Any) -> tuple[int, int]:
+    """Return (tokens, width) of an embedding: of its weight, or of the rows that stand for one that stays in its file."""
+    table = getattr(embedding, "stored_rows", None)
+    outputs, width = (embedding.weight if table is None else table).shape
+    return outputs, width

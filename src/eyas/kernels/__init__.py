@@ -20,6 +20,7 @@ from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, LayerSizes, Pass
 from eyas.kernels._linear import (
     EXACT,
     Matrix,
+    Memory,
     ThreadCount,
     WeightFormat,
     draft_format,
@@ -28,12 +29,16 @@ from eyas.kernels._linear import (
     has_dots,
     head,
     lanes,
+    layout,
     linear,
     pack,
     pack_gated,
+    packed_bytes,
     rms_norm,
 )
+from eyas.kernels._memory import huge_pages
 from eyas.kernels._records import floats
+from eyas.kernels._rows import Rows, block_type, joined
 
 __all__ = [
     "EXACT",
@@ -43,14 +48,17 @@ __all__ = [
     "LayerSizes",
     "Layers",
     "Matrix",
+    "Memory",
     "Net",
     "Pass",
     "Pending",
+    "Rows",
     "ThreadCount",
     "TreeOptions",
     "UnavailableError",
     "WeightFormat",
     "available",
+    "block_type",
     "build_name",
     "commit",
     "draft_format",
@@ -63,11 +71,15 @@ __all__ = [
     "has_avx512_bf16",
     "has_dots",
     "head",
+    "huge_pages",
+    "joined",
     "lanes",
+    "layout",
     "library",
     "linear",
     "pack",
     "pack_gated",
+    "packed_bytes",
     "rms_norm",
     "why_not",
 ]  # fmt: skip

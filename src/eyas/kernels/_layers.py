@@ -54,12 +54,21 @@ class Layer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int = 0
+    k: Matrix | None = None
+    """Keys, and `v` values, if they are not in `qkv`."""
+    v: Matrix | None = None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All of them."""
+        return tuple(m for m in (self.qkv, self.k, self.v, self.o, self.gate_up, self.down) if m is not None)
 
     @property
     def record(self) -> _records.Layer:
-        matrices = (m.record for m in (self.qkv, self.o, self.gate_up, self.down))
+        matrices = (self.qkv, self.o, self.gate_up, self.down, self.k, self.v)
         norms = map(address, (self.norm, self.mlp_norm, self.q_norm, self.k_norm))
-        return _records.Layer(*matrices, *norms, self.window)
+        records = (_records.Matrix() if m is None else m.record for m in matrices)
+        return _records.Layer(*records, *norms, self.window)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Layers:
     @property
     def bytes(self) -> int:
         """Bytes of weights that a pass reads."""
-        return sum(m.bytes for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return sum(m.bytes for layer in self.layers for m in layer.matrices)
 
     def __call__(self, x_MD: Tensor, forward: Pass, tapped: Sequence[int] = (), taps_MF: Tensor | None = None) -> None:
         """Run x [M, D] through all layers, in place.
@@ -155,9 +164,10 @@ class Layers:
         """Return the addresses of the buffers for a pass over M tokens, which grow as needed."""
         if (M, threads, score_stride) not in self._addresses:
             size = self.shape
+            width = (size.heads + 2 * size.kv_heads) * size.head_dim
             counts = {
                 "normed": max(M, threads * min(M, SMALL_BATCH)) * size.hidden,
-                "qkv": M * self.layers[0].qkv.padded,
+                "qkv": M * (width + -width % (2 * lanes())),
                 "context": M * size.heads * size.head_dim,
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +15,21 @@ from torch.nn import functional as F
 from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels import _records
 from eyas.kernels._build import library
-from eyas.kernels._memory import in_huge_pages
-from eyas.kernels._records import address, floats
+from eyas.kernels._memory import huge_pages
+from eyas.kernels._records import KINDS, address, floats
+from eyas.kernels._rows import PLAIN, Rows, block_type
 
 __all__ = [
-    "EXACT", "Matrix", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
-    "head", "lanes", "linear", "pack", "pack_gated", "rms_norm",
+    "EXACT", "Matrix", "Memory", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
+    "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "rms_norm",
 ]  # fmt: skip
 
-GROUP_SIZE = 32  # inputs of int4 that share a scale, as in cpu/tiles.h
-CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # scales of an int4 group that are tried, of the one without clipping
-KINDS = ("float32", "bfloat16", "int8", "int8_dot", "int4")  # as in cpu/records.h
-FIRST_ROWS = 8  # of a matrix, which are tried before all of it
+GROUP_SIZE = 32  # inputs of int4 that share a scale
+HALF, BFLOAT = 0, 1  # scales of a group, as in cpu/records.h
+SCALE_BYTES = ((2, 0), (2, 0), (4, 0), (1, 2), (2, 4))  # by scales: of a group, and of 256 inputs
+FIRST_ROWS, CHUNK_ROWS = 8, 1024  # of a matrix, which are tried before the others; those tried at a time
 LOSSLESS = 3e-7  # relative error of int8 weights that comes from the rounding of their scale alone
+Memory = Callable[[int], Tensor]
 LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/tiles.h); otherwise three
 
 
@@ -41,18 +43,19 @@ def draft_format(draft_weights: str) -> WeightFormat:
 class Matrix:
     """A linear layer's weights in panels of P = 2 `lanes()` outputs, padded with zero outputs.
 
-    data: [O / P, I, P] in float32 or int8; [O / P, I / 2, P, 2] in bfloat16. For machines with
-    integer dot products of d inputs: int8 [O / P, I / d, P, d], and int4 as uint8
-    [O / P, I / 32, 18 P] (cpu/tiles.h).
+    data: uint8 [O / P, bytes of a panel], laid out as cpu/tiles.h says.
     """
 
-    kind: Literal["float32", "bfloat16", "int8", "int8_dot", "int4"]
+    kind: str
     data: Tensor
     scale_O: Tensor | None
     bias_O: Tensor | None
     inputs: int
     outputs: int  # without the padding
-    limbs: int = 3  # limbs of an activation for int8_dot and int4; its parts for bfloat16
+    limbs: int = 3  # limbs of an activation for integer dot products; its parts for bfloat16
+    scales: int = HALF  # of groups, as in cpu/records.h
+    zero: int = 0
+    codes: Tensor | None = None
 
     @property
     def padded(self) -> int:
@@ -62,113 +65,117 @@ class Matrix:
     @property
     def bytes(self) -> int:
         """Bytes that a pass reads."""
-        return self.data.numel() * self.data.element_size()
+        return self.data.numel()
 
     @cached_property
     def record(self) -> _records.Matrix:
-        pointers = address(self.data, self.data.dtype), address(self.scale_O), address(self.bias_O)
-        return _records.Matrix(*pointers, KINDS.index(self.kind), self.limbs, self.inputs, self.padded)
+        pointers = address(self.data, torch.uint8), address(self.scale_O), address(self.bias_O)
+        numbers = KINDS.index(self.kind), self.limbs, self.inputs, self.padded, self.scales, self.zero
+        return _records.Matrix(*pointers, *numbers, self.data.shape[1], address(self.codes, torch.uint8))
 
 
 # --- packing -------------------------------------------------------------------------------------
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, weight_format: WeightFormat = EXACT) -> Matrix:
+def pack(
+    weight_OI: Tensor | Rows, bias_O: Tensor | None = None, weight_format: WeightFormat = EXACT, memory: Memory = huge_pages
+) -> Matrix:
     """Pack a matrix in the narrowest kind that holds it without loss, or in the one that
-    `weight_format` rounds to."""
-    outputs, inputs = weight_OI.shape
-    padding = -outputs % (2 * lanes())
-    weight_OI = weight_OI.detach().float()
-    if padding:  # even without any, torch would copy
-        weight_OI = F.pad(weight_OI, (0, 0, 0, padding))
-    bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding)).contiguous()
+    `weight_format` rounds to.
+
+    Args:
+        memory: makes room for a number of bytes. Where it `is_filled`, they are there already.
+    """
+    rows = weight_OI if isinstance(weight_OI, Rows) else Rows.of(weight_OI)
+    outputs, inputs = rows.shape
+    panel = 2 * lanes()
+    padded = outputs + -outputs % panel
+    form = _form_of(rows, weight_format)
+    data = memory(padded * form.row_bytes).view(padded // panel, panel * form.row_bytes)
+    bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padded - outputs)).contiguous()
+    scale_O = None
+    if form.kind in ("int8", "int8_dot"):
+        scale_O = memory(4 * padded).view(torch.float32)
+    matrix = Matrix(form.kind, data, scale_O, bias_O, inputs, outputs, form.limbs, form.scales, form.zero, form.codes)
+    address_O = F.pad(rows.address_O, (0, padded - outputs))
+    if not getattr(memory, "is_filled", False):
+        library().eyas_pack(
+            byref(matrix.record), c_int64(rows.type), c_void_p(address(address_O, torch.long)), c_void_p(data.data_ptr()),
+            c_void_p(address(scale_O)), c_int64(torch.get_num_threads()),
+        )  # fmt: skip
+    return matrix
+
+
+def packed_bytes(rows: Rows, weight_format: WeightFormat) -> int:
+    """Return the bytes of a matrix when it is packed."""
+    return (len(rows) + -len(rows) % (2 * lanes())) * _form_of(rows, weight_format).row_bytes
+
+
+class Form(NamedTuple):
+    """How a matrix is stored."""
+
+    kind: str
+    row_bytes: int  # of an output
+    limbs: int = 3
+    scales: int = HALF
+    zero: int = 0
+    codes: Tensor | None = None
+
+
+def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
+    """Return the narrowest form that holds the rows without loss, or the one that the format rounds to."""
+    inputs, weights = rows.inputs, weight_format.weights
     limbs = LIMBS.get(weight_format.activations, 3)
-    if weight_format.weights == "int4" and not inputs % GROUP_SIZE and has_dots():
-        return Matrix("int4", _int4_panels(weight_OI), None, bias_O, inputs, outputs, limbs)
-    exact = weight_format.weights == "exact"
-    if weight_format.weights in ("int8", "int4") or (exact and _holds(_is_int8, weight_OI)):
-        integer_OI, scale_O = _to_int8(weight_OI)
+    exact, block = weights == "exact", block_type(rows.type)
+    if exact and block is not None and has_dots():
+        own, shared = SCALE_BYTES[block.scales]
+        group = 16 if block.kind == "bytes16" else GROUP_SIZE
+        integers = inputs // 2 if block.kind in ("nibbles", "nibbles_min", "codes") else inputs
+        row_bytes = integers + inputs // group * own + inputs // 256 * shared
+        return Form(block.kind, row_bytes, limbs, block.scales, block.zero, block.codes)
+    if weights == "int4" and not inputs % GROUP_SIZE and has_dots():
+        return Form("nibbles", inputs // 2 + inputs // GROUP_SIZE * 2, limbs, BFLOAT, 8)
+    plain = block is None
+    if weights in ("int8", "int4") or (exact and plain and _holds(_is_int8, rows)):
         if inputs % lanes() or not has_dots():
-            return Matrix("int8", _panels(integer_OI.to(torch.int8)), scale_O.contiguous(), bias_O, inputs, outputs)
-        stored_OI = (integer_OI + library().eyas_int8_zero()).to(torch.int16).to(torch.uint8)  # modulo 256
-        data = _panels(stored_OI, _dot_inputs())
-        return Matrix("int8_dot", data, scale_O.contiguous(), bias_O, inputs, outputs, limbs)
-    if not inputs % 2 and (weight_format.weights == "bfloat16" or (exact and _holds(_is_bfloat16, weight_OI))):
+            return Form("int8", inputs)
+        return Form("int8_dot", inputs, limbs, zero=int(library().eyas_int8_zero()))
+    is_bfloat16 = rows.type == PLAIN[torch.bfloat16] or (exact and plain and _holds(_is_bfloat16, rows))
+    if not inputs % 2 and (weights == "bfloat16" or (exact and is_bfloat16)):
         rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
-        return Matrix(
-            "bfloat16", _panels(weight_OI.bfloat16(), 2), None, bias_O, inputs, outputs, 1 if rounds_inputs else 3
-        )
-    return Matrix("float32", _panels(weight_OI), None, bias_O, inputs, outputs)
+        return Form("bfloat16", 2 * inputs, 1 if rounds_inputs else 3)
+    if exact and rows.type == PLAIN[torch.float16] and has_dots():
+        return Form("float16", 2 * inputs)
+    return Form("float32", 4 * inputs)
 
 
-def _holds(test: Callable[[Tensor], bool], weight_OI: Tensor) -> bool:
+def _holds(test: Callable[[Tensor], bool], rows: Rows) -> bool:
     """Return whether all rows pass a test; nearly always the first ones tell that they do not."""
-    return test(weight_OI[:FIRST_ROWS]) and test(weight_OI)
+    begins = [0, *range(FIRST_ROWS, len(rows), CHUNK_ROWS)]
+    return all(test(rows.take(slice(a, b)).read()) for a, b in zip(begins, [*begins[1:], len(rows)], strict=True))
 
 
 def _is_bfloat16(weight_OI: Tensor) -> bool:
     return torch.equal(weight_OI.bfloat16().float(), weight_OI)
 
 
-def _to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (integers from -127 to 127, the scale of each row)."""
-    scale_O = weight_OI.abs().amax(1).clamp(min=1e-30) / 127
-    return (weight_OI / scale_O[:, None]).round(), scale_O
-
-
 def _is_int8(weight_OI: Tensor) -> bool:
     """Return whether scaled integers are the weights, up to the rounding of their scale."""
-    integer_OI, scale_O = _to_int8(weight_OI)
-    error_OI = (integer_OI * scale_O[:, None] - weight_OI).abs()
+    scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    error_OI = ((weight_OI / scale_O1).round() * scale_O1 - weight_OI).abs()
     return bool((error_OI <= LOSSLESS * weight_OI.abs()).all())
 
 
 def pack_gated(
-    gate_OI: Tensor, up_OI: Tensor, bias_O: tuple[Tensor, Tensor] | None = None, weight_format: WeightFormat = EXACT
-) -> Matrix:
+    gate_OI: Tensor | Rows, up_OI: Tensor | Rows, bias_O: tuple[Tensor, Tensor] | None = None,
+    weight_format: WeightFormat = EXACT, memory: Memory = huge_pages,
+) -> Matrix:  # fmt: skip
     """Pack both matrices of a gated MLP as one: every panel holds `lanes()` gates, then their ups. O:
     a multiple of 16."""
-
-    def interleave(gate: Tensor, up: Tensor) -> Tensor:
-        parts = [part.reshape(-1, lanes(), *part.shape[1:]) for part in (gate, up)]
-        return torch.stack(parts, 1).flatten(0, 2)
-
-    return pack(interleave(gate_OI, up_OI), None if bias_O is None else interleave(*bias_O), weight_format)
-
-
-def _int4_panels(weight_OI: Tensor) -> Tensor:
-    """Return uint8 [O / P, I / 32, 18 P] for panels of P outputs: integers from -8 to 7, plus 8, two in a byte; then
-    the scales in bfloat16.
-
-    A group's scale is the one of those in CLIPPING with the least squared error.
-    """
-    group_OGg = weight_OI.view(len(weight_OI), -1, GROUP_SIZE)
-    panel, inputs = 2 * lanes(), _dot_inputs()
-    panels, groups = len(weight_OI) // panel, group_OGg.shape[1]
-    largest_OG1 = group_OGg.gather(2, group_OGg.abs().argmax(2, keepdim=True))  # signed: -8 exists, 8 does not
-    least_error_OG1 = torch.full_like(largest_OG1, torch.inf)
-    integer_OGg = torch.zeros_like(group_OGg)
-    scale_OG1 = torch.zeros_like(largest_OG1)
-    for share in CLIPPING:
-        scale = (largest_OG1 / -8 * share).bfloat16().float()
-        integer = (group_OGg / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7)
-        error = (integer * scale - group_OGg).square().sum(2, keepdim=True)
-        better = error < least_error_OG1
-        least_error_OG1 = error.where(better, least_error_OG1)
-        scale_OG1 = scale.where(better, scale_OG1)
-        integer_OGg = integer.where(better, integer_OGg)
-    scale_OG1 = scale_OG1.where(least_error_OG1.isfinite(), torch.nan)  # NaN stays NaN
-    # panel, output, group, step, nibble, input of a dot product
-    nibbles = (integer_OGg + 8).to(torch.uint8).view(panels, panel, groups, -1, 2, inputs)
-    bytes_PGsOd = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-    scale_PGO = scale_OG1.view(panels, panel, groups).transpose(1, 2).bfloat16().contiguous()
-    return in_huge_pages(torch.cat([bytes_PGsOd.flatten(2), scale_PGO.view(torch.uint8)], dim=2))
-
-
-def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
-    """Return the weights as [O / P, I / together, P, together], without the last dimension where it would be 1."""
-    panels = weight_OI.view(-1, 2 * lanes(), weight_OI.shape[1] // together, together).transpose(1, 2)
-    return in_huge_pages(panels.squeeze(-1) if together == 1 else panels)
+    gate, up = (part if isinstance(part, Rows) else Rows.of(part) for part in (gate_OI, up_OI))
+    index_O = torch.arange(2 * len(gate), device="cpu").view(2, -1, lanes()).transpose(0, 1).flatten()
+    bias = None if bias_O is None else torch.cat(bias_O)[index_O]
+    return pack(gate.joined(up).take(index_O), bias, weight_format, memory)
 
 
 # --- the processor -------------------------------------------------------------------------------
@@ -177,6 +184,11 @@ def _panels(weight_OI: Tensor, together: int = 1) -> Tensor:
 def lanes() -> int:
     """Return the number of floats in a vector of the kernels: 16, 8 or 4."""
     return int(library().eyas_lanes())
+
+
+def layout() -> tuple[int, int, int]:
+    """Return what the layout of panels depends on."""
+    return lanes(), _dot_inputs(), int(library().eyas_int8_zero())
 
 
 def has_dots() -> bool:

@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["in_huge_pages"]
+__all__ = ["huge_pages"]
 
 HUGE_PAGE = 2 << 20  # bytes, as on x86-64 and on ARM with pages of 4 KiB
 BLOCK = 16 * HUGE_PAGE  # bytes taken from the system at a time; small matrices share them
@@ -23,21 +23,20 @@ _lock = Lock()
 _free = torch.empty(0, dtype=torch.uint8, device="cpu")  # the rest of the last block
 
 
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of a tensor in huge pages; where there are none, the tensor made contiguous.
+def huge_pages(size: int) -> Tensor:
+    """Return memory for a matrix, uint8, in huge pages where there are any.
 
     Memory goes back to the system when all tensors of its block are gone.
     """
     global _free
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return tensor.contiguous()
-    needed = tensor.numel() * tensor.element_size()
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     # a block that is made in inference mode could not be written to outside of it
     with _lock, torch.inference_mode(False), torch.no_grad():
-        if len(_free) < needed:
-            _free = _block(max(needed, BLOCK))
-        taken, _free = _free[:needed], _free[needed + -needed % ALIGNMENT :]
-        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        if len(_free) < size:
+            _free = _block(max(size, BLOCK))
+        taken, _free = _free[:size], _free[size + -size % ALIGNMENT :]
+        return taken
 
 
 def _block(size: int) -> Tensor:

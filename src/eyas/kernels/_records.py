@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
+    "KINDS", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
 ]  # fmt: skip
+
+# of matrices, as in cpu/records.h
+KINDS = (
+    "float32", "bfloat16", "float16", "int8", "int8_dot", "nibbles", "nibbles_min", "codes", "bytes32", "bytes32_min", "bytes16",
+)  # fmt: skip
 
 
 def address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
@@ -41,13 +46,14 @@ def flags(*shape: int) -> Tensor:
 class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("data", "scale", "bias")),
-        *((name, c_int64) for name in ("kind", "limbs", "inputs", "outputs")),
+        *((name, c_int64) for name in ("kind", "limbs", "inputs", "outputs", "scales", "zero", "panel_bytes")),
+        ("codes", c_void_p),
     )
 
 
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
         *((name, c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         ("window", c_int64),
     )

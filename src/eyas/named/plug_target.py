@@ -15,7 +15,7 @@ from eyas.core.target import Target
 __all__ = ["find_target", "heads_for"]
 
 
-def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
+def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = False) -> KnownTarget | None:
     """Return the model of that name; None if there is none, or if a folder has the name."""
     model = named.find(target)
     if model is not None:

@@ -21,6 +21,7 @@ from eyas import elsewhere
 from eyas.core.target import ModelRunner, Target
 from eyas.errors import OptionError, near
 from eyas.kernels import WeightFormat, available, has_dots
+from eyas.runners._packing import weights_that_fit
 from eyas.runners.cpu import UnsuitedError, make_cpu_runner
 from eyas.runners.cpu_ops import CpuCycleOps
 from eyas.runners.warm_up import warm_up
@@ -29,7 +30,7 @@ __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "fixed", "compile", "off")
-WEIGHTS, ACTIVATIONS = ("exact", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
+WEIGHTS, ACTIVATIONS = ("exact", "auto", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
 DRAFT_WEIGHTS = ("exact", "fp8", "int4")
 FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability that multiplies fp8
 
@@ -79,6 +80,8 @@ def with_fastest_runner(
         )
     _disable_cudnn_attention(target.device)
     _warn_of_caveats(target)
+    if weights == "auto" and (weights := weights_that_fit(target)) != "exact":
+        log.info("weights auto: %s, as exact ones do not fit into the free memory", weights)
     made = copy(_with_runner(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
     if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_dots()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"

@@ -30,7 +30,9 @@ from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
+from eyas.runners._packing import Packing, check_fit, packing_of
 from eyas.runners.cpu_ops import CpuOps
+from eyas.runners.stored import StoredLinear, stored_in
 
 __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
@@ -38,6 +40,7 @@ __all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
 # optional), norm, gated MLP.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
+CHECKED_LAYERS = 2  # of a model whose weights stay in their file, whose own forward is slow
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
 TIMING_SECONDS = 0.25  # after which no further turn begins, but two
 TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
@@ -59,15 +62,20 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
     _refuse(target)  # before its weights are read
+    if stored_in(target.model) is not None:
+        check_fit(target, weight_format)
     proof = Proof(target) if own else None
     known = proof is not None and proof.known
-    made = None
-    if weight_format.weights == "exact" or not known:
+    made, checkpoint = None, stored_in(target.model)
+    if checkpoint is not None and not known:
+        few = Target(checkpoint.model(min(CHECKED_LAYERS, target.num_layers)), target.name)
+        CpuRunner(few).check()
+    if weight_format.weights == "exact" or not (known or checkpoint):
         made = CpuRunner(target)
-    if made is not None and not known:
+    if made is not None and not (known or checkpoint):
         made.check()
-        if proof is not None:
-            proof.keep()
+    if proof is not None and not known:
+        proof.keep()
     _check_weight_format(weight_format, made)
     if made is None or not weight_format.exact:
         made = CpuRunner(target, weight_format)
@@ -91,17 +99,16 @@ class CpuRunner:
         family, windows = target.family, layer_windows(target)
         layers: Any = family.layers
         self.shape = _sizes(target)
+        packing = packing_of(target, weight_format)
         self.layers = Layers(
-            self.shape, [_layer(layer, window, weight_format) for layer, window in zip(layers, windows, strict=True)]
+            self.shape, [_layer(layer, window, packing) for layer, window in zip(layers, windows, strict=True)]
         )
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), norm_eps(base.norm)
         head: Any = family.head
-        self.output = kernels.pack(
-            head.weight,
-            head.bias,
-            replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format,
-        )
+        of_head = replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format
+        self.output = packing(packing.rows(head), head.bias, of_head)
+        packing.end()
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = floats(0, self.shape.head_dim)
         self.thread_chooser = Threads(torch.get_num_threads())
@@ -267,8 +274,8 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
     kinds: list[str] = [weight_format.weights]
     if exact is not None and weight_format.weights == "exact":
         layers = exact.layers.layers
-        matrices = [exact.output, *(m for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down))]
-        kinds = ["int8" if m.kind == "int8_dot" else m.kind for m in matrices]
+        matrices = [exact.output, *(m for layer in layers for m in layer.matrices)]
+        kinds = [_rounded_kind(m.kind) for m in matrices]
     suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
     if other := next((kind for kind in kinds if kind not in suited), None):
         instead = {
@@ -280,6 +287,13 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
             f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
             f"take weights {suited[0]}{instead}"
         )
+
+
+def _rounded_kind(kind: str) -> str:
+    """Return how users call a kind of matrix."""
+    if kind.startswith(("nibbles", "codes")):
+        return "int4"
+    return "int8" if kind.startswith(("int8", "bytes")) else kind
 
 
 def _refuse(target: Target) -> None:
@@ -351,27 +365,37 @@ def _fault(layer: Any, size: LayerSizes) -> str:
 
 def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
     """Return what a linear layer or a norm is, in its own words, if it is not the one of this shape (and epsilon)."""
+    if isinstance(module, StoredLinear):
+        return "" if module.stored_rows.shape == shape else one_line(module, 120)
     weight = getattr(module, "weight", None)
     kind = isinstance(module, nn.Linear) or len(shape) == 1
     fits = isinstance(weight, Tensor) and weight.dtype == torch.float32 and weight.shape == shape
     return "" if kind and fits and eps in (None, norm_eps(module)) else one_line(module, 120)
 
 
-def _layer(layer: Any, window: int, weight_format: WeightFormat) -> kernels.Layer:
+def _layer(layer: Any, window: int, pack: Packing) -> kernels.Layer:
     attention, mlp = layer.self_attn, layer.mlp
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
-    bias = None if three[0].bias is None else torch.cat([m.bias for m in three])
-    gated = None if mlp.gate_proj.bias is None else (mlp.gate_proj.bias, mlp.up_proj.bias)
+    bias = three[0].bias is not None
+    rows = [pack.rows(module) for module in three]
+    if joined := kernels.joined(rows):
+        qkv, *apart = pack(joined, torch.cat([m.bias for m in three]) if bias else None), None, None
+    elif joined := kernels.joined(rows[:2]):
+        qkv, *apart = pack(joined, torch.cat([m.bias for m in three[:2]]) if bias else None), None, pack(rows[2], three[2].bias)
+    else:
+        qkv, *apart = (pack(part, module.bias) for part, module in zip(rows, three, strict=True))
     return kernels.Layer(
-        qkv=kernels.pack(torch.cat([m.weight for m in three]), bias, weight_format),
-        o=kernels.pack(attention.o_proj.weight, attention.o_proj.bias, weight_format),
-        gate_up=kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, gated, weight_format),
-        down=kernels.pack(mlp.down_proj.weight, mlp.down_proj.bias, weight_format),
+        qkv=qkv,
+        o=pack(pack.rows(attention.o_proj), attention.o_proj.bias),
+        gate_up=pack.gated(mlp.gate_proj, mlp.up_proj),
+        down=pack(pack.rows(mlp.down_proj), mlp.down_proj.bias),
         norm=_norm(layer.input_layernorm),
         mlp_norm=_norm(layer.post_attention_layernorm),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         window=window,
+        k=apart[0],
+        v=apart[1],
     )
 
 

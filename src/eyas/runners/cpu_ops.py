@@ -75,7 +75,8 @@ class CpuOps(CpuCycleOps):
         A draft reads it once for each level, and in float32 that is most of what a draft takes."""
         if self.packed.kind not in ("float32", "bfloat16"):
             return self.packed
-        return kernels.pack(self.lm_head.weight, self.lm_head.bias, kernels.draft_format("exact"))
+        rows = getattr(self.lm_head, "stored_rows", None)  # of a weight that stays in its file
+        return kernels.pack(self.lm_head.weight if rows is None else rows, self.lm_head.bias, kernels.draft_format("exact"))
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)

@@ -109,7 +109,7 @@ def _knows_other_tokens(method: Any, target: Target) -> bool:
     return bool(nn.functional.cosine_similarity(own, theirs, dim=-1).mean() < 0.5)
 
 
-def fingerprint_of(model: nn.Module) -> str:
+def fingerprint_of(model: Any) -> str:
     """Return a hash of the names and shapes of all 2-D weights, and sums over three of them.
 
     For a quantised model: the library's name, a hash of its layers' names, classes and sizes, and
@@ -117,10 +117,17 @@ def fingerprint_of(model: nn.Module) -> str:
     """
     if library := quantised.library_of(model):
         return _of_quantised(model, library)
-    weights = [(name, weight) for name, weight in sorted(model.named_parameters()) if weight.ndim == 2]
-    values = [value_of(model, name).detach() for name, _ in _three(weights)]
-    samples = [weight.flatten()[:: max(1, weight.numel() // 4096)] for weight in values]
-    return _format([(name, tuple(weight.shape)) for name, weight in weights], samples)
+    weights: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
+    modules = ((name, getattr(module, "stored_rows", None)) for name, module in model.named_modules())
+    stored = {f"{name}.weight": rows for name, rows in modules if rows is not None}  # weights that stay in their files
+    if getattr(model.config, "tie_word_embeddings", False):
+        stored.pop("lm_head.weight", None)
+    shapes = sorted((name, tuple(weight.shape)) for name, weight in (weights | stored).items())
+    samples = []
+    for name, (outputs, inputs) in _three(shapes):
+        step = max(1, outputs * inputs // 4096)
+        samples.append(stored[name].sample(step) if name in stored else value_of(model, name).detach().flatten()[::step])
+    return _format(shapes, samples)
 
 
 def same_weights(fingerprint: str, own: str) -> bool:

@@ -4,6 +4,7 @@ transformers reads such files; the result is written as float32, which holds eve
 The folder is kept in the user's cache:
 
     ~/.cache/eyas/gguf/KEY/    KEY hashes the file's bytes and the versions of transformers and gguf
+    ~/.cache/eyas/gguf/KEY-0/  the same without weights: tensors.json says where they lie in the file
 
 A kept folder that has changed on the disk is made again. Those that were used least recently are
 removed once all of them take more than EYAS_GGUF_CACHE_GB (20).
@@ -28,7 +29,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
@@ -38,11 +39,12 @@ from eyas.targets.pretrained import check_path, one_line_errors, read_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
+__all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 3  # version of the kept folders; a folder of another version is made again
+TENSORS = "tensors.json"
+FORMAT = 4  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
@@ -54,7 +56,7 @@ SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
 
 @contextmanager
-def as_folder(source: str | Path, gguf_file: str, keep: bool = True) -> Iterator[Path]:
+def as_folder(source: str | Path, gguf_file: str, keep: bool = True, weights: bool = True) -> Iterator[Path]:
     """Yield a folder with the model and, if the file has one, its tokenizer.
 
     Args:
@@ -62,6 +64,7 @@ def as_folder(source: str | Path, gguf_file: str, keep: bool = True) -> Iterator
         gguf_file: the file's name there.
         keep: keep the folder in the user's cache, or take the one that is there. Otherwise it is
             removed when the block ends; weights that were mapped into memory stay readable.
+        weights: otherwise the folder has no weights, but `TENSORS`.
 
     Raises:
         ModelError: the file is missing, or transformers cannot read it.
@@ -75,14 +78,14 @@ def as_folder(source: str | Path, gguf_file: str, keep: bool = True) -> Iterator
             log.warning("%s: %s is converted at every load", error, path.name)
             keep = False
     if keep:
-        yield kept_folder(path)
+        yield kept_folder(path, weights)
         return
     with tempfile.TemporaryDirectory(prefix="eyas-gguf-") as folder:
-        _convert(path, Path(folder))
+        _convert(path, Path(folder), weights)
         yield Path(folder)
 
 
-def kept_folder(path: Path) -> Path:
+def kept_folder(path: Path, weights: bool = True) -> Path:
     """Return the folder of this file in the user's cache; it is made first where it is missing or damaged.
 
     Raises: see `as_folder`.
@@ -92,11 +95,12 @@ def kept_folder(path: Path) -> Path:
     _check(path.parent, path.name)
     _limit_bytes()  # a wrong number is said before a file is converted
     prepare_folder(_cache())
-    folder = _cache() / _key(path)
+    folder = _cache() / (_key(path) + ("" if weights else "-0"))
     with write_errors(folder), FileLock(_cache() / f".{folder.name}.lock"):  # a second process waits, and finds it
         if not _is_intact(folder):
-            log.info("%s is converted, which takes a while and is done once", path.name)
-            _make(path, folder)
+            if weights:
+                log.info("%s is converted, which takes a while and is done once", path.name)
+            _make(path, folder, weights)
         os.utime(folder)
     _remove_unused(folder)
     return folder
@@ -184,14 +188,14 @@ def _is_intact(folder: Path) -> bool:
         return False
 
 
-def _make(path: Path, folder: Path) -> None:
+def _make(path: Path, folder: Path, weights: bool) -> None:
     """Convert into a temporary folder, which then gets its name. What a killed process left is
     removed: whoever makes a folder holds its lock."""
     for left in (folder, *folder.parent.glob(f".{folder.name}.*.tmp")):
         shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        _convert(path, made)
+        _convert(path, made, weights)
         write_text(made / CHECKSUMS, json.dumps(sha256_of_folder(made), indent=1))
         os.replace(made, folder)
     finally:
@@ -222,21 +226,59 @@ def _remove_unused(newest: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _convert(path: Path, folder: Path) -> None:
+def _convert(path: Path, folder: Path, weights: bool) -> None:
     """Write the model and, if there is one, its tokenizer into an empty folder."""
     from gguf import GGUFReader
 
     tokenizer = _read_tokenizer(path.parent, path.name)
-    model = read_model(path.parent, torch.float32, keywords=_keywords(path.parent, path.name))
-    if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
-        del model.config.quantization_config
-    file = GGUFReader(path)
-    if ends := _ends(file, model.config.get_text_config().vocab_size, tokenizer):
-        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-    model.save_pretrained(folder)
+    keywords = _keywords(path.parent, path.name)
+    with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
+        file = GGUFReader(path)
+    config = keywords["config"]
+    ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
+    eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
+    if weights:
+        model = read_model(path.parent, torch.float32, keywords=keywords)
+        if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
+            del model.config.quantization_config
+        model.generation_config.update(**eos)
+        model.save_pretrained(folder)
+    else:
+        write_text(folder / TENSORS, json.dumps(tensors_of(file, config)))
+        GenerationConfig(**{"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, **eos}).save_pretrained(folder)
+        config.save_pretrained(folder)
     if tokenizer is not None:
-        _complete(tokenizer, model.config, file)
+        _complete(tokenizer, config, file)
         tokenizer.save_pretrained(folder)
+
+
+def tensors_of(file: Any, config: Any) -> dict[str, Any]:
+    """Return where the weights of a model lie in a file, by their names in transformers: [type, shape, offset, heads].
+    heads: rows of queries and keys are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers.
+
+    Raises:
+        ModelError: transformers has no name for a tensor.
+    """
+    from gguf import get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    arch = file.get_field("general.architecture").contents()
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    known = get_tensor_name_map(number, config.num_hidden_layers)
+    names = {}
+    for name in model.state_dict():
+        stem, _, last = name.rpartition(".")
+        if (theirs := known.get_name(stem)) is not None:
+            names[f"{theirs}.{last}"] = name
+    found = dict[str, Any]()
+    for tensor in file.tensors:
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        permuted = heads.get(tensor.name.split(".")[-2], 0) if arch == "llama" else 0
+        name = names.get(tensor.name, tensor.name)
+        found[name] = [int(tensor.tensor_type), [int(n) for n in reversed(tensor.shape)], int(tensor.data_offset), permuted]
+    return found
 
 
 def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -17,7 +17,7 @@ from eyas.targets.pretrained import has_tokenizer
 __all__ = ["find_target", "heads_for"]
 
 
-def find_target(target: Any, gguf_file: str | None, cache: bool) -> KnownTarget | None:
+def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = False) -> KnownTarget | None:
     """Return the model in a file in GGUF format: a path to one, or `gguf_file` of a folder or hub id."""
     if not isinstance(target, str | Path):
         return None

@@ -190,7 +190,7 @@ static void split_into_limbs_amx(const float* x, int64_t K, float* x_scale, int3
         }
     }
     for (int d = 0; d < LIMBS; d++)
-        initial[d] = -PanelFormat<Int8Dot<LIMBS>>::zero_point * _mm512_reduce_add_epi32(sums[d]);
+        initial[d] = -INT8_ZERO * _mm512_reduce_add_epi32(sums[d]);
 }
 
 // The bfloat16 parts of a row [K], K a multiple of 32.

@@ -17,6 +17,78 @@ static inline IntVec load_digit(const int8_t* digit) {  // its four bytes, in ev
 }
 #endif
 
+// The scales of groups of inputs (records.h), read one after the other.
+struct GroupScales {
+    const Scales kind;
+    const int64_t zero, bytes;  // bytes of a group's integers
+    const IntVec codes;         // the table of nibbles, if there is one
+    FloatVec shared[2], shared_min[2];
+
+    GroupScales(const Matrix& w, int64_t bytes)
+        : kind(w.scales),
+          zero(w.zero),
+          bytes(bytes),
+          codes(w.codes ? load_codes(w.codes) : IntVec{}) {}
+
+    int64_t own_bytes() const {  // of a group's scales
+        return (kind == HALF_MIN ? 4 : kind == SUPER ? 1 : 2) * PANEL;
+    }
+
+    // Where the group of input k begins, `size` inputs each; the shared numbers are read on the way.
+    const uint8_t* group_of(const uint8_t* panel, int64_t k, int64_t size) {
+        const int64_t group = bytes + own_bytes();
+        if (kind < SUPER) return panel + k / size * group;
+        const int64_t super = (kind == SUPER ? 2 : 4) * PANEL;
+        panel += k / SUPER_SIZE * (super + SUPER_SIZE / size * group);
+        if (k % SUPER_SIZE == 0) return panel;
+        return enter(panel, 0) + k % SUPER_SIZE / size * group;
+    }
+
+    // Read the numbers that 256 inputs share, where they begin. Returns where the group does.
+    const uint8_t* enter(const uint8_t* at, int64_t k) {
+        if (kind < SUPER || k % SUPER_SIZE) return at;
+        for (int half = 0; half < 2; half++, at += 2 * LANES) shared[half] = load_half(at);
+        if (kind == SUPER_MIN)
+            for (int half = 0; half < 2; half++, at += 2 * LANES) shared_min[half] = load_half(at);
+        return at;
+    }
+
+    // Read a group's scales, and what is added to scale * integer: without a minimum, minus zero *
+    // scale. Returns where they end.
+    const uint8_t* read(const uint8_t* at, FloatVec (&scale)[2], FloatVec (&least)[2]) const {
+        const auto words = [&](auto load_words, const uint8_t* from, FloatVec (&to)[2]) INLINE_LAMBDA {
+            to[0] = load_words(from), to[1] = load_words(from + 2 * LANES);
+        };
+        const auto numbers = [&](const FloatVec* shared, const uint8_t* from, FloatVec (&to)[2])
+                                 INLINE_LAMBDA {
+            to[0] = shared[0] * load((const int8_t*)from);
+            to[1] = shared[1] * load((const int8_t*)from + LANES);
+        };
+        switch (kind) {
+            case HALF: words(load_half, at, scale); break;
+            case BFLOAT: words(load_bfloat16, at, scale); break;
+            case HALF_MIN: words(load_half, at, scale), words(load_half, at + 2 * PANEL, least); break;
+            case SUPER: numbers(shared, at, scale); break;
+            case SUPER_MIN:
+                numbers(shared, at, scale), numbers(shared_min, at + PANEL, least);
+                least[0] = -least[0], least[1] = -least[1];
+        }
+        if (kind != HALF_MIN && kind != SUPER_MIN)
+            least[0] = scale[0] * (float)-zero, least[1] = scale[1] * (float)-zero;
+        return at + own_bytes();
+    }
+};
+
+template <int BITS>
+INLINE IntVec load_integers(const uint8_t* w) {
+    return BITS == 4 ? packed_nibbles(w) : dot_weights(w);
+}
+template <int BITS, GroupForm FORM>
+INLINE IntVec integers_of(IntVec loaded, IntVec codes) {
+    if (BITS == 8) return loaded;
+    return FORM == TABLE ? look_up(codes, low_nibbles(loaded)) : low_nibbles(loaded);
+}
+
 // a += products of `inputs` inputs, N row digits by two vectors of outputs.
 template <int N>
 __attribute__((always_inline)) static inline void add_dots(IntVec (&a)[N][2], const int8_t*& digits,
@@ -37,8 +109,8 @@ __attribute__((always_inline)) static inline void add_dots(IntVec (&a)[N][2], co
 #if !defined(DOT_OF_BYTES)
 // Weights for dots of pairs, and x in float32.
 template <class Act>
-INLINE void for_inputs(const Int8Dot<3>* weights, int64_t begin, int64_t end, Prefetch& prefetch,
-                       Act act) {
+INLINE void for_inputs(const Matrix&, const Int8Dot<3>* weights, int64_t begin, int64_t end,
+                       Prefetch& prefetch, Act act) {
     const uint8_t* w = (const uint8_t*)weights + begin * PANEL;
     for (int64_t k = begin; k < end; k += 2, w += 2 * PANEL) {
         const IntVec first = dot_weights(w), second = dot_weights(w + PANEL);
@@ -48,27 +120,31 @@ INLINE void for_inputs(const Int8Dot<3>* weights, int64_t begin, int64_t end, Pr
     }
 }
 
-template <class Act>
-INLINE void for_inputs(const Int4<3>* weights, int64_t begin, int64_t end, Prefetch& prefetch,
-                       Act act) {
-    constexpr int STEP = 2 * PANEL;  // bytes, which are four inputs
-    const uint8_t* group = (const uint8_t*)weights + begin / GROUP_SIZE * GROUP_BYTES;
-    for (int64_t k = begin; k < end; group += GROUP_BYTES) {
-        const FloatVec scale[2] = {load_bfloat16(group + GROUP_SIZE / 4 * STEP),
-                                   load_bfloat16(group + GROUP_SIZE / 4 * STEP + 2 * LANES)};
-        for (int step = 0; step < GROUP_SIZE / 4; step++) {
-            IntVec first = packed_nibbles(group + step * STEP),
-                   second = packed_nibbles(group + step * STEP + STEP / 2);
+template <int BITS, int GROUP, GroupForm FORM, class Act>
+INLINE void for_inputs(const Matrix& matrix, const Grouped<BITS, GROUP, FORM, 3>* weights,
+                       int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
+    constexpr int STEP = 2 * PANEL, STEPS = PanelFormat<Grouped<BITS, GROUP, FORM, 3>>::steps;
+    GroupScales scales(matrix, STEPS * STEP);
+    const uint8_t* group = scales.group_of((const uint8_t*)weights, begin, GROUP);
+    for (int64_t k = begin; k < end;) {
+        group = scales.enter(group, k);
+        FloatVec scale[2], offset[2];
+        const uint8_t* next = scales.read(group + STEPS * STEP, scale, offset);
+        for (int step = 0; step < STEPS; step++) {
+            IntVec first = load_integers<BITS>(group + step * STEP),
+                   second = load_integers<BITS>(group + step * STEP + STEP / 2);
             prefetch.issue();
-            for (int half = 0; half < 2; half++, k += 2) {
-                const IntVec left = low_nibbles(first), right = low_nibbles(second);
-                act(k, to_float((left & 0xffff) - 8) * scale[0],
-                    to_float((right & 0xffff) - 8) * scale[1]);
-                act(k + 1, to_float((left >> 16) - 8) * scale[0],
-                    to_float((right >> 16) - 8) * scale[1]);
-                first = next_nibbles(first), second = next_nibbles(second);
+            for (int half = 0; half < 8 / BITS; half++, k += 2) {
+                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
+                             right = integers_of<BITS, FORM>(second, scales.codes);
+                act(k, fma(to_float((left << 16) >> 16), scale[0], offset[0]),
+                    fma(to_float((right << 16) >> 16), scale[1], offset[1]));
+                act(k + 1, fma(to_float(left >> 16), scale[0], offset[0]),
+                    fma(to_float(right >> 16), scale[1], offset[1]));
+                if (BITS == 4) first = next_nibbles(first), second = next_nibbles(second);
             }
         }
+        group = next;
     }
 }
 #endif
@@ -118,39 +194,42 @@ NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_
     }
 }
 
-template <int ROWS, int LIMBS, std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
-NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t inputs,
-                            Prefetch prefetch, const float*, const float* bias, float* y,
-                            int64_t ldy, Epilogue epilogue) {
-    constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS, STEP = DOT_INPUTS * PANEL;
+template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS,
+          std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
+NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, FORM, LIMBS>* w,
+                            int64_t inputs, Prefetch prefetch, const float*, const float* bias,
+                            float* y, int64_t ldy, Epilogue epilogue) {
+    constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS, STEP = DOT_INPUTS * PANEL,
+                  STEPS = PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>>::steps;
     FloatVec sums[ROWS][2] = {};
+    GroupScales scales(*in.matrix, STEPS * STEP);
     const uint8_t* group = (const uint8_t*)w;
     const int8_t* digits = in.digits;
     const int32_t* initial = in.initial;
-    for (int64_t k = 0; k < inputs; k += GROUP_SIZE, group += GROUP_BYTES, initial += N) {
+    for (int64_t k = 0; k < inputs; k += GROUP, initial += N) {
+        group = scales.enter(group, k);
         IntVec a[N][2];
 #pragma GCC unroll 12
-        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = initial[i] - IntVec{};
-        for (int step = 0; step < PanelFormat<Int4<LIMBS>>::steps; step++) {
-            IntVec first = packed_nibbles(group + step * STEP),
-                   second = packed_nibbles(group + step * STEP + STEP / 2);
+        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = (FORM == MIN ? 0 : initial[i]) - IntVec{};
+        for (int step = 0; step < STEPS; step++) {
+            IntVec first = load_integers<BITS>(group + step * STEP),
+                   second = load_integers<BITS>(group + step * STEP + STEP / 2);
             prefetch.issue();
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; half++, digits += 4 * N) {
-                const IntVec left = low_nibbles(first), right = low_nibbles(second);
+            for (int half = 0; half < 8 / BITS; half++, digits += 4 * N) {
+                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
+                             right = integers_of<BITS, FORM>(second, scales.codes);
 #pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
                     const auto x = load_digit(digits + 4 * i);
                     add_dot(a[i][0], left, x);
                     add_dot(a[i][1], right, x);
                 }
-                first = next_nibbles(first), second = next_nibbles(second);
+                if (BITS == 4) first = next_nibbles(first), second = next_nibbles(second);
             }
         }
-        FloatVec scale[2];
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++)
-            scale[half] = load_bfloat16(group + GROUP_SIZE * PANEL / 2 + half * 2 * LANES);
+        FloatVec scale[2], least[2];
+        group = scales.read(group + STEPS * STEP, scale, least);
 #pragma GCC unroll 6
         for (int m = 0; m < ROWS; m++) {
 #pragma GCC unroll 2
@@ -162,6 +241,16 @@ NOINLINE void multiply_tile(const TileInput& in, const Int4<LIMBS>* w, int64_t i
                 sums[m][half] = fma(whole, scale[half], sums[m][half]);
             }
         }
+        if constexpr (FORM == MIN)
+#pragma GCC unroll 6
+            for (int m = 0; m < ROWS; m++) {
+                float x = (float)-initial[m * DIGITS + DIGITS - 1];
+                for (int d = DIGITS - 2; d >= 0; d--)
+                    x = fma(x, 256.0f, (float)-initial[m * DIGITS + d]);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+                    sums[m][half] = fma(broadcast(x), least[half], sums[m][half]);
+            }
     }
     FloatVec scaled[ROWS][2];
 #pragma GCC unroll 6
@@ -253,9 +342,9 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
 template <int ROWS, int LIMBS>
 static void multiply_tile(const TileInput&, const Int8Dot<LIMBS>*, int64_t, Prefetch, const float*,
                           const float*, float*, int64_t, Epilogue) {}
-template <int ROWS, int LIMBS>
-static void multiply_tile(const TileInput&, const Int4<LIMBS>*, int64_t, Prefetch, const float*,
-                          const float*, float*, int64_t, Epilogue) {}
+template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS>
+static void multiply_tile(const TileInput&, const Grouped<BITS, GROUP, FORM, LIMBS>*, int64_t,
+                          Prefetch, const float*, const float*, float*, int64_t, Epilogue) {}
 template <int LIMBS>
 static void split_into_digits(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*,
                               int32_t*) {}

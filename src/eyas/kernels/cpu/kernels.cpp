@@ -16,6 +16,7 @@
 
 #include "grow.h"
 #include "noise.h"
+#include "pack.h"
 
 extern "C" {
 
@@ -33,6 +34,33 @@ int64_t eyas_has_avx512_bf16() { return HAS_AVX512_BF16; }
 
 // Whether it has AMX, and the system lets this process use it.
 int64_t eyas_has_amx() { return has_amx; }
+
+// The weights of a block of a type that files in GGUF format have, its bytes, and how it is packed
+// (pack.h); 0 where the type is not known or is a plain number.
+int64_t eyas_block_type(int64_t type, int64_t* size, int64_t* bytes, int64_t* kind, int64_t* scales,
+                        int64_t* zero, uint8_t* codes) {
+    const BlockType* of = block_type(type);
+    if (!of) return 0;
+    *size = of->size, *bytes = of->bytes, *kind = of->kind, *scales = of->scales;
+    *zero = of->kind >= BYTES32 || of->codes ? INT8_ZERO : of->zero;
+    for (int i = 0; of->codes && i < 16; i++) codes[i] = of->codes[i] + INT8_ZERO;
+    return of->codes ? 2 : 1;
+}
+
+// Stored rows, given by their addresses, as floats [count, inputs].
+void eyas_read_rows(int64_t type, const int64_t* rows, int64_t count, int64_t inputs, float* to,
+                    int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < count; i++)
+        read_row(type, (const void*)rows[i], inputs, to + i * inputs);
+}
+
+// Pack rows of the matrix `w`, whose data are not there yet, into `panels`.
+void eyas_pack(const Matrix* w, int64_t type, const int64_t* rows, uint8_t* panels, float* scale,
+               int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    pack_rows(*w, type, rows, panels, scale);
+}
 
 // y [M, outputs] = x [M, inputs] times the matrix.
 void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t threads) {

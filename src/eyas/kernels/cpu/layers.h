@@ -302,6 +302,9 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
     const int64_t M = p.tokens(), D = s.hidden;
     if (!input) { input = normed_rows(thread, x, layer.norm, M, D, s.eps, p.normed); }
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.qkv_stride(), STORE);
+    const int64_t k = s.heads * s.head_dim, v = k + s.kv_heads * s.head_dim;
+    if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.qkv_stride(), STORE);
+    if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.qkv_stride(), STORE);
     switch (s.head_dim) {
         case 16: attend<16 / LANES>(layer, s, p, c, thread); break;
         case 32: attend<32 / LANES>(layer, s, p, c, thread); break;

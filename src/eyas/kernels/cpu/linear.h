@@ -8,9 +8,9 @@ constexpr int64_t MIN_WIDE_TILES = 3;
 
 // The weights of a panel as floats, [input][PANEL].
 template <class W>
-static void widen(const W* w, int64_t inputs, float* to) {
+static void widen(const Matrix& matrix, const W* w, float* to) {
     Prefetch prefetch{(const char*)w + PREFETCH_BYTES, PanelFormat<W>::read_bytes};
-    for_inputs(w, 0, inputs, prefetch,
+    for_inputs(matrix, w, 0, matrix.inputs, prefetch,
                [&](int64_t k, FloatVec first, FloatVec second) INLINE_LAMBDA {
                    store(to + k * PANEL, first);
                    store(to + k * PANEL + LANES, second);
@@ -49,11 +49,11 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
         if (uses_amx<W>(w.inputs, M)) return multiply_panels_amx<W>(w, x, ldx, M, y, ldy, epilogue);
     constexpr int MOST = F::tile_rows;
     const int64_t tiles = (M + MOST - 1) / MOST, width = epilogue == SWIGLU ? LANES : PANEL;
-    const int64_t bytes = F::panel_bytes(w.inputs);
+    const int64_t bytes = w.panel_bytes;
     // rows would evict each other from the L1 cache
     const bool aliased = M > 4 && ldx % CACHE_SET_STRIDE == 0;
     const PreparedRows* prepared =
-        F::x_bytes || aliased ? prepared_rows<F>(x, ldx, M, w.inputs, tiles) : nullptr;
+        F::x_bytes || aliased ? prepared_rows<F>(x, ldx, M, w, tiles) : nullptr;
     static thread_local std::vector<float> widened;
     const bool wide = tiles >= MIN_WIDE_TILES, widens = F::widens && wide;
     if (widens && (int64_t)widened.size() < w.inputs * PANEL) widened.resize(w.inputs * PANEL);
@@ -62,18 +62,18 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
         const float *scale = w.scale ? w.scale + n * PANEL : nullptr,
                     *bias = w.bias ? w.bias + n * PANEL : nullptr;
         if constexpr (F::widens)
-            if (widens) widen((const W*)panel, w.inputs, widened.data());
+            if (widens) widen(w, (const W*)panel, widened.data());
         if constexpr (SUM_BLOCK && (F::widens || std::is_same<W, float>::value))
             if (wide) {
                 const float* floats = F::widens ? widened.data() : (const float*)panel;
-                const float* from = aliased ? prepared->from<F>(0, w.inputs).x : x;
+                const float* from = aliased ? prepared->from<F>(0, w).x : x;
                 return multiply_wide(from, aliased ? w.inputs + LANES : ldx, floats, w.inputs, M,
                                      scale, bias, y + n * width, ldy, epilogue);
             }
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t m = i * M / tiles, rows = (i + 1) * M / tiles - m;
-            const TileInput in = prepared ? prepared->from<F>(m, w.inputs)
-                                          : TileInput{x + m * ldx, ldx, nullptr, nullptr, nullptr};
+            const TileInput in = prepared ? prepared->from<F>(m, w)
+                                          : TileInput{x + m * ldx, ldx, nullptr, nullptr, nullptr, &w};
             const Prefetch prefetch =
                 tiles == 1 ? Prefetch{panel + PREFETCH_BYTES, F::read_bytes}
                            : Prefetch{panel + bytes + i * (bytes / tiles), F::read_bytes / tiles};
@@ -103,9 +103,9 @@ static void multiply_with_limbs(const Matrix& w, const float* x, int64_t ldx, in
 static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, float* y, int64_t ldy,
                    Epilogue epilogue) {
     // of a prepared value, about
-    const int64_t x_bytes = w.kind == INT8_DOT || w.kind == INT4 ? w.limbs
-                            : w.kind == BFLOAT16                 ? 2 * w.limbs
-                                                                 : 6;
+    const int64_t x_bytes = w.kind >= INT8_DOT   ? w.limbs
+                            : w.kind == BFLOAT16 ? 2 * w.limbs
+                                                 : 6;
     const int64_t most =
         std::max(MIN_BLOCK_ROWS, std::min(MAX_BLOCK_ROWS, BLOCK_BYTES / (w.inputs * x_bytes)));
     const int64_t blocks = (M + most - 1) / most;
@@ -113,10 +113,24 @@ static void linear(const Matrix& w, const float* x, int64_t ldx, int64_t M, floa
         const int64_t m = i * M / blocks, rows = (i + 1) * M / blocks - m;
         if (w.kind == INT8_DOT)
             multiply_with_limbs<Int8Dot>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
-        else if (w.kind == INT4)
-            multiply_with_limbs<Int4>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == NIBBLES)
+            multiply_with_limbs<Nibbles>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == NIBBLES_MIN)
+            multiply_with_limbs<NibblesMin>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == CODES)
+            multiply_with_limbs<Codes>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == BYTES32)
+            multiply_with_limbs<Bytes32>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == BYTES32_MIN)
+            multiply_with_limbs<Bytes32Min>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+        else if (w.kind == BYTES16)
+            multiply_with_limbs<Bytes16>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == INT8)
             multiply_panels<int8_t>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+#if defined(HAS_HALF)
+        else if (w.kind == FLOAT16)
+            multiply_panels<Float16>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
+#endif
         else if (w.kind == BFLOAT16 && w.limbs == 1)
             multiply_panels<BFloat16Dot>(w, x + m * ldx, ldx, rows, y + m * ldy, ldy, epilogue);
         else if (w.kind == BFLOAT16)

@@ -3,20 +3,45 @@
 
 #include "vectors.h"
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT8_DOT, INT4 };
+// From NIBBLES on there are scales for groups of inputs (tiles.h); with _MIN, minima, too.
+enum Kind : int64_t {
+    FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    INT8,
+    INT8_DOT,
+    NIBBLES,
+    NIBBLES_MIN,
+    CODES,
+    BYTES32,
+    BYTES32_MIN,
+    BYTES16
+};
+
+// How a group's scales are stored, P outputs side by side. SUPER: numbers of 8 bits for each group,
+// which multiply numbers in float16 that 256 inputs share; these come before the first of them.
+enum Scales : int64_t { HALF, BFLOAT, HALF_MIN, SUPER, SUPER_MIN };
 
 struct Matrix {
     const void* data;    // panels in the layouts of tiles.h; null: no matrix
     const float* scale;  // [outputs], or null
     const float* bias;   // [outputs], or null
     int64_t kind;
-    int64_t limbs;  // of x for INT8_DOT and INT4; for BFLOAT16 its parts, 1 (rounded) or 3
+    int64_t limbs;  // of x for dots of integers; for BFLOAT16 its parts, 1 (rounded) or 3
     int64_t inputs, outputs;  // outputs: padded to a multiple of PANEL
+    // Of kinds with groups: what is subtracted from stored integers, where scales have no minimum;
+    // bytes of a panel; and the integers that nibbles stand for, or null.
+    Scales scales;
+    int64_t zero, panel_bytes;
+    const uint8_t* codes;  // [16], INT8_ZERO added
+
+    bool has_min() const { return kind == NIBBLES_MIN || kind == BYTES32_MIN; }
 };
 
 struct Layer {
     Matrix qkv, o, gate_up,
         down;  // gate_up: panels hold LANES gates, then the LANES ups beside them
+    Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
     const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of RMS norms; null: no norm
     int64_t window;  // visible positions, the query's own included; 0: all
 };

@@ -6,10 +6,12 @@
 //     bfloat16         [input / 2][P][2], two inputs side by side; a shift or a mask makes floats
 //                      of them, or, with x rounded to bfloat16 too, vdpbf16ps multiplies pairs
 //     int8 for dots    [input / d][P][d], d inputs side by side for an integer dot product
-//     int4             groups of 32 inputs: 16 / d x [P][d] bytes, with d inputs in the low nibbles
-//                      and the next d in the high ones, then P scales in bfloat16
+//     in groups        of 32 or 16 inputs, whose weights are scale * (integer - zero), or scale *
+//                      integer + minimum: integers as int8 for dots, or of 4 bits, [P][d] bytes with
+//                      d inputs in the low nibbles and the next d in the high ones; then the
+//                      group's scales (records.h). What files in GGUF format hold, and int4.
 //
-// For the last two, x is quantised per row to integers of 8, 16 or 24 bits (1, 2 or 3 limbs), and
+// For these and int8 for dots, x is quantised per row to integers of 8, 16 or 24 bits (1, 2 or 3 limbs), and
 // split into digits that one dot product takes. The sums of products are integers and have no
 // rounding at all.
 //     d = 4    dots of bytes: a limb is a digit to base 256
@@ -24,7 +26,7 @@
 // theirs.
 #pragma once
 
-#include "vectors.h"
+#include "records.h"
 
 // The last step of a linear layer with output v: y = v; y += v; y = silu(v's first half) * second
 // half.
@@ -36,8 +38,10 @@ struct TileInput {   // the rows of x of a tile: floats, or quantised
     // 4 bytes each: [input / d][row][digit, the least first]; in bfloat16 [input / 2][row]
     const int8_t* digits;
     const float* x_scale;  // [row] value of one unit
-    // [group][row][digit] initial sums: minus zero_point * (sum of x); int8 has one group
+    // [group][row][digit] initial sums: minus zero * (sum of x); int8 has one group. Of groups with
+    // a minimum, minus the sum of x
     const int32_t* initial;
+    const Matrix* matrix;
 };
 
 struct Prefetch {  // fetches this tile's share of the panel that is needed next
@@ -55,8 +59,7 @@ struct Prefetch {  // fetches this tile's share of the panel that is needed next
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
-constexpr int64_t GROUP_SIZE = 32;  // inputs of int4 that share a scale
-constexpr int64_t GROUP_BYTES = GROUP_SIZE * PANEL / 2 + 2 * PANEL;
+constexpr int64_t SUPER_SIZE = 256;  // inputs that share numbers in float16
 
 // Types of weights beside float, int8_t and uint16_t (bfloat16), which multiply x in float32.
 // LIMBS: of x.
@@ -65,9 +68,28 @@ struct Int8Dot {
     uint8_t byte;  // weight + INT8_ZERO
 };
 
+// Weights in groups of GROUP inputs, in integers of BITS; with a table, nibbles stand for its
+// integers.
+enum GroupForm { PLAIN, TABLE, MIN };
+template <int BITS, int GROUP, GroupForm FORM, int LIMBS>
+struct Grouped {
+    uint8_t byte;
+};
 template <int LIMBS>
-struct Int4 {
-    uint8_t byte;  // two weights + 8
+using Nibbles = Grouped<4, 32, PLAIN, LIMBS>;
+template <int LIMBS>
+using NibblesMin = Grouped<4, 32, MIN, LIMBS>;
+template <int LIMBS>
+using Codes = Grouped<4, 32, TABLE, LIMBS>;
+template <int LIMBS>
+using Bytes32 = Grouped<8, 32, PLAIN, LIMBS>;
+template <int LIMBS>
+using Bytes32Min = Grouped<8, 32, MIN, LIMBS>;
+template <int LIMBS>
+using Bytes16 = Grouped<8, 16, PLAIN, LIMBS>;
+
+struct Float16 {
+    uint16_t bits;
 };
 
 struct BFloat16Dot {
@@ -93,34 +115,35 @@ struct PanelFormat {
     static constexpr int digits = 0, limbs = 0;
     static constexpr int x_bytes = 0;      // of a prepared value of x; 0: x stays float32
     static constexpr bool widens = false;  // weights become floats, and that takes time
-    static constexpr int zero_point = 0;
     // of the panel, in one step
     static constexpr int read_bytes = sizeof(W) == 1 ? PANEL : 4 * PANEL;
     static int64_t group_size(int64_t inputs) { return inputs; }
-    static int64_t panel_bytes(int64_t inputs) { return inputs * PANEL * sizeof(W); }
 };
 template <int LIMBS>
 struct PanelFormat<Int8Dot<LIMBS>> : PanelFormat<uint8_t> {
     static constexpr int digits = digits_of<LIMBS>, limbs = LIMBS;
     static constexpr int tile_rows = TILE_ROWS / std::max(digits, 1);
     static constexpr int x_bytes = 4 * digits / DOT_INPUTS;
-    static constexpr int zero_point = INT8_ZERO, read_bytes = DOT_INPUTS * PANEL;
+    static constexpr int read_bytes = DOT_INPUTS * PANEL;
     static constexpr bool widens = digits == 0;
+};
+template <>
+struct PanelFormat<Float16> : PanelFormat<uint16_t> {
+    static constexpr int read_bytes = 2 * PANEL;
 };
 template <>
 struct PanelFormat<BFloat16Dot> : PanelFormat<uint16_t> {
     static constexpr int x_bytes = 2;
 };
-template <int LIMBS>
-struct PanelFormat<Int4<LIMBS>> {
+template <int BITS, int GROUP, GroupForm FORM, int LIMBS>
+struct PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>> {
     static constexpr int digits = digits_of<LIMBS>, limbs = LIMBS;
     // a row has float accumulators beside those of its digits
     static constexpr int tile_rows = TILE_ROWS / (digits + 1), x_bytes = 4 * digits / DOT_INPUTS;
-    static constexpr int zero_point = 8, steps = GROUP_SIZE / DOT_INPUTS / 2;  // of a group
-    static constexpr int read_bytes = GROUP_BYTES / steps;
+    static constexpr int steps = GROUP * BITS / 8 / DOT_INPUTS;  // of a group
+    static constexpr int read_bytes = DOT_INPUTS * PANEL + 2 * PANEL / steps;  // with two bytes of scales
     static constexpr bool widens = digits == 0;
-    static int64_t group_size(int64_t) { return GROUP_SIZE; }
-    static int64_t panel_bytes(int64_t inputs) { return inputs / GROUP_SIZE * GROUP_BYTES; }
+    static int64_t group_size(int64_t) { return GROUP; }
 };
 
 // Rows of x that pass all panels together, so that their prepared values stay in the L2 cache.
@@ -159,7 +182,7 @@ static inline void accumulate(FloatVec (&a)[ROWS][2], FloatVec first, FloatVec s
 
 // Call act(k, the weights of input k as two vectors) for inputs from `begin` to `end`.
 template <class W, class Act>
-INLINE void for_inputs(const W* w, int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
+INLINE void for_inputs(const Matrix&, const W* w, int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
     w += begin * PANEL;
     for (int64_t k = begin; k < end; k++, w += PANEL) {
         prefetch.issue();
@@ -168,7 +191,8 @@ INLINE void for_inputs(const W* w, int64_t begin, int64_t end, Prefetch& prefetc
 }
 
 template <class Act>
-INLINE void for_inputs(const uint16_t* w, int64_t begin, int64_t end, Prefetch& prefetch, Act act) {
+INLINE void for_inputs(const Matrix&, const uint16_t* w, int64_t begin, int64_t end,
+                       Prefetch& prefetch, Act act) {
     w += begin * PANEL;
     for (int64_t k = begin; k < end; k += 2, w += 2 * PANEL) {
         IntVec first, second;
@@ -179,6 +203,18 @@ INLINE void for_inputs(const uint16_t* w, int64_t begin, int64_t end, Prefetch& 
         act(k + 1, (FloatVec)(first & -65536), (FloatVec)(second & -65536));
     }
 }
+
+#if defined(HAS_HALF)
+template <class Act>
+INLINE void for_inputs(const Matrix&, const Float16* w, int64_t begin, int64_t end,
+                       Prefetch& prefetch, Act act) {
+    const uint8_t* at = (const uint8_t*)w + begin * 2 * PANEL;
+    for (int64_t k = begin; k < end; k++, at += 2 * PANEL) {
+        prefetch.issue();
+        act(k, load_half(at), load_half(at + 2 * LANES));
+    }
+}
+#endif
 
 #include "dots.h"
 
@@ -193,11 +229,11 @@ NOINLINE void multiply_tile(const TileInput& in, const W* w, int64_t inputs, Pre
     const auto add = [&](int64_t k, FloatVec first, FloatVec second)
                          INLINE_LAMBDA { accumulate<ROWS>(a, first, second, in.x + k, in.ldx); };
     if constexpr (!SUM_BLOCK) {
-        for_inputs(w, 0, inputs, prefetch, add);
+        for_inputs(*in.matrix, w, 0, inputs, prefetch, add);
     } else {
         FloatVec total[ROWS][2] = {};
         for (int64_t k = 0; k < inputs; k += SUM_BLOCK) {
-            for_inputs(w, k, std::min<int64_t>(k + SUM_BLOCK, inputs), prefetch, add);
+            for_inputs(*in.matrix, w, k, std::min<int64_t>(k + SUM_BLOCK, inputs), prefetch, add);
             for (int m = 0; m < ROWS; m++)
                 for (int half = 0; half < 2; half++)
                     total[m][half] += a[m][half], a[m][half] = FloatVec{};
@@ -215,7 +251,7 @@ template <int ROWS>
 NOINLINE void add_products(const float* x, int64_t ldx, const float* w, int64_t begin, int64_t end,
                            Prefetch prefetch, float* sums) {
     FloatVec a[ROWS][2] = {};
-    for_inputs(w, begin, end, prefetch,
+    for_inputs(Matrix(), w, begin, end, prefetch,
                [&](int64_t k, FloatVec first, FloatVec second) INLINE_LAMBDA {
                    accumulate<ROWS>(a, first, second, x + k, ldx);
                });
@@ -304,11 +340,12 @@ struct PreparedRows {
     std::vector<int32_t> initial;
 
     template <class F>
-    TileInput from(int64_t m, int64_t K) const {  // from row m on
+    TileInput from(int64_t m, const Matrix& w) const {  // from row m on
+        const int64_t K = w.inputs;
         if (F::x_bytes)
             return {nullptr, 0, bytes.data() + m * K * F::x_bytes, x_scale.data() + m,
-                    initial.data() + m * F::digits * (K / F::group_size(K))};
-        return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr};
+                    initial.data() + m * F::digits * (K / F::group_size(K)), &w};
+        return {copy.data() + m * (K + LANES), K + LANES, nullptr, nullptr, nullptr, &w};
     }
 
     template <class F>
@@ -324,14 +361,15 @@ struct PreparedRows {
     }
 
     template <class F>
-    void fill(const float* x, int64_t ldx, int64_t M, int64_t K, int64_t tile, int64_t tiles) {
-        const int64_t first = tile * M / tiles, rows = (tile + 1) * M / tiles - first,
+    void fill(const float* x, int64_t ldx, int64_t M, const Matrix& w, int64_t tile,
+              int64_t tiles) {
+        const int64_t K = w.inputs, zero = w.has_min() ? 1 : w.zero, first = tile * M / tiles, rows = (tile + 1) * M / tiles - first,
                       group = F::group_size(K);
         int8_t* to = bytes.data() + first * K * F::x_bytes;
         for (int64_t m = first; m < first + rows; m++) {
             if constexpr (F::digits > 0)
                 split_into_digits<F::limbs>(
-                    x + m * ldx, K, group, F::zero_point, rows, to + (m - first) * 4 * F::digits,
+                    x + m * ldx, K, group, zero, rows, to + (m - first) * 4 * F::digits,
                     &x_scale[m], &initial[(first * (K / group) + m - first) * F::digits]);
             else if constexpr (F::x_bytes > 0)
                 round_to_bf16(x + m * ldx, K, rows, to + (m - first) * 4);
@@ -361,11 +399,11 @@ static Prepared* prepare_rows(int64_t M, int64_t count, Reserve reserve, Fill fi
     return prepared;
 }
 
-// x [M, K], prepared for `tiles` tiles.
+// x [M, K], prepared for `tiles` tiles of a matrix.
 template <class F>
-static const PreparedRows* prepared_rows(const float* x, int64_t ldx, int64_t M, int64_t K,
+static const PreparedRows* prepared_rows(const float* x, int64_t ldx, int64_t M, const Matrix& w,
                                          int64_t tiles) {
     return prepare_rows<PreparedRows>(
-        M, tiles, [&](PreparedRows& rows) { rows.reserve<F>(M, K); },
-        [&](PreparedRows& rows, int64_t i) { rows.fill<F>(x, ldx, M, K, i, tiles); });
+        M, tiles, [&](PreparedRows& rows) { rows.reserve<F>(M, w.inputs); },
+        [&](PreparedRows& rows, int64_t i) { rows.fill<F>(x, ldx, M, w, i, tiles); });
 }

@@ -30,6 +30,14 @@ static inline FloatVec load_bfloat16(const uint8_t* p) {
     return (FloatVec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
                                        16);
 }
+#define HAS_HALF
+// LANES numbers in float16
+static inline FloatVec load_half(const uint8_t* p) {
+    return (FloatVec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline IntVec load_codes(const uint8_t* codes) {
+    return (IntVec)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes));
+}
 static inline bool any(IntVec x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
 
 // The horizontal sums of 8 vectors, as one vector.
@@ -75,6 +83,10 @@ static inline IntVec packed_nibbles(const uint8_t* w) {
 }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x000f000f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)_mm256_srli_epi32((__m256i)w, 4); }
+static inline IntVec look_up(IntVec codes, IntVec nibbles) {  // of 16-bit lanes
+    const __m256i low = _mm256_slli_epi16(_mm256_shuffle_epi8((__m256i)codes, (__m256i)nibbles), 8);
+    return (IntVec)_mm256_srai_epi16(low, 8);
+}
 static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
     a += (IntVec)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 }

@@ -29,6 +29,11 @@ static inline FloatVec load_bfloat16(const uint8_t* p) {
     return (FloatVec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)),
                                        16);
 }
+#define HAS_HALF
+// LANES numbers in float16
+static inline FloatVec load_half(const uint8_t* p) {
+    return (FloatVec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 static inline bool any(IntVec x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x); }
 
 // The horizontal sums of 16 vectors, as one vector.
@@ -79,6 +84,12 @@ static inline IntVec dot_weights(const uint8_t* w) { return (IntVec)_mm512_loadu
 static inline IntVec packed_nibbles(const uint8_t* w) { return (IntVec)_mm512_loadu_si512(w); }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x0f0f0f0f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)_mm512_srli_epi32((__m512i)w, 4); }
+static inline IntVec load_codes(const uint8_t* codes) {
+    return (IntVec)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codes));
+}
+static inline IntVec look_up(IntVec codes, IntVec nibbles) {
+    return (IntVec)_mm512_shuffle_epi8((__m512i)codes, (__m512i)nibbles);
+}
 
 // Compilers spill the accumulators of the intrinsic.
 static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
@@ -96,6 +107,13 @@ static inline IntVec packed_nibbles(const uint8_t* w) {
 }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x000f000f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)_mm512_srli_epi32((__m512i)w, 4); }
+static inline IntVec load_codes(const uint8_t* codes) {
+    return (IntVec)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codes));
+}
+static inline IntVec look_up(IntVec codes, IntVec nibbles) {  // of 16-bit lanes
+    const __m512i low = _mm512_slli_epi16(_mm512_shuffle_epi8((__m512i)codes, (__m512i)nibbles), 8);
+    return (IntVec)_mm512_srai_epi16(low, 8);
+}
 static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
     a += (IntVec)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 }

@@ -10,6 +10,9 @@ static inline IntVec dot_weights(const uint8_t* w) {
 static inline IntVec packed_nibbles(const uint8_t* w) { return dot_weights(w); }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x0f0f0f0f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)_mm256_srli_epi32((__m256i)w, 4); }
+static inline IntVec look_up(IntVec codes, IntVec nibbles) {
+    return (IntVec)_mm256_shuffle_epi8((__m256i)codes, (__m256i)nibbles);
+}
 
 #if defined(EYAS_EMULATE_AVX_VNNI)
 // What the instruction computes, for tests on processors without it.

@@ -38,6 +38,11 @@ static inline IntVec round_to_int(FloatVec x) { return (IntVec)vcvtnq_s32_f32((f
 static inline FloatVec load_bfloat16(const uint8_t* p) {
     return (FloatVec)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16);
 }
+#define HAS_HALF
+// LANES numbers in float16
+static inline FloatVec load_half(const uint8_t* p) {
+    return (FloatVec)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
 static inline bool any(IntVec x) { return vmaxvq_u32((uint32x4_t)x); }
 
 // The horizontal sums of 4 vectors, as one vector.
@@ -71,6 +76,10 @@ static inline IntVec dot_weights(const uint8_t* w) { return (IntVec)vld1q_u8(w);
 static inline IntVec packed_nibbles(const uint8_t* w) { return dot_weights(w); }
 static inline IntVec low_nibbles(IntVec w) { return w & 0x0f0f0f0f; }
 static inline IntVec next_nibbles(IntVec w) { return (IntVec)vshrq_n_u32((uint32x4_t)w, 4); }
+static inline IntVec load_codes(const uint8_t* codes) { return (IntVec)vld1q_u8(codes); }
+static inline IntVec look_up(IntVec codes, IntVec nibbles) {
+    return (IntVec)vqtbl1q_u8((uint8x16_t)codes, (uint8x16_t)nibbles);
+}
 
 #define DIGIT_FROM_LANE
 typedef float Digit;  // four bytes in a vector register

@@ -1,0 +1,99 @@
+"""Plugs models whose weights stay in their files into the socket "target" (core/sockets.py)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eyas import kernels
+from eyas.core.sockets import KnownHead, KnownTarget, Source
+from eyas.core.target import Target
+from eyas.runners.cpu import FAMILIES
+from eyas.runners.stored import Checkpoint, Entry, MappedFile, few_outputs, open_safetensors, settings_of
+from eyas.targets.gguf_files import TENSORS, as_folder, split_gguf
+from eyas.targets.pretrained import has_tokenizer
+
+__all__ = ["find_target", "heads_for"]
+
+log = logging.getLogger(__name__)  # the command line shows its messages
+
+# Bytes of a checkpoint from which on its weights stay in the files. Smaller models are loaded by transformers, and their
+# own forward is fast, too.
+LARGE = 1 << 30
+ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files: what frequencies are divided by
+
+
+def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = False) -> KnownTarget | None:
+    """Return the model in a file in GGUF format or in a large checkpoint, if the kernels can pack its weights from there."""
+    if not stored or not isinstance(target, str | Path) or not kernels.available():
+        return None
+    source, file = split_gguf(target, gguf_file)
+    if file is not None:
+        if not (Path(source) / file).is_file():
+            return None
+        return KnownTarget(partial(_open_gguf, Path(source), file, cache), takes_file=True)
+    folder = Path(source)
+    config = folder / "config.json"
+    if not config.is_file() or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < LARGE:
+        return None
+    about = json.loads(config.read_text(encoding="utf-8"))
+    if about.get("model_type") not in FAMILIES or "quantization_config" in about:
+        return None
+    checkpoint = open_safetensors(folder)
+    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, folder))
+
+
+def heads_for(target: Target) -> list[KnownHead]:
+    """Return none: a file comes without heads."""
+    return []
+
+
+@contextmanager
+def _open_folder(checkpoint: Checkpoint, folder: Path, tokenizer: Any) -> Iterator[Source]:
+    model = checkpoint.model()
+    with few_outputs(model):
+        yield Source(model, str(folder), folder if tokenizer is None else tokenizer)
+
+
+@contextmanager
+def _open_gguf(source: Path, file: str, cache: bool, tokenizer: Any) -> Iterator[Source]:
+    with as_folder(source, file, cache, weights=False) as folder:
+        checkpoint = _gguf_checkpoint(source / file, folder)
+        if tokenizer is None and (place := next(filter(has_tokenizer, (source, folder)), None)) is not None:
+            tokenizer = place
+        elif tokenizer is None:
+            warnings.warn(f"no tokenizer in {file}: name one (tokenizer=..., --tokenizer)", stacklevel=5)
+            tokenizer = False
+        if checkpoint is not None:
+            model = checkpoint.model()
+            with few_outputs(model):
+                yield Source(model, f"{source}/{file}", tokenizer)
+            return
+    with as_folder(source, file, cache) as folder:
+        yield Source(folder, f"{source}/{file}", tokenizer)
+
+
+def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
+    """Return the model in a file; None, with a logged line, where the kernels do not know its family or its types."""
+    about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = about.get("model_type")
+    if kind not in FAMILIES:
+        log.info("%s is converted: the kernels do not know the family %s", path.name, kind)
+        return None
+    listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
+    tensors = {name: Entry(0, number, tuple(shape), offset, heads) for name, (number, shape, offset, heads) in listed.items()}
+    plain = (0, 1, 30)
+    if other := sorted({entry.type for entry in tensors.values() if entry.type not in plain and kernels.block_type(entry.type) is None}):
+        log.info("%s is converted: the kernels do not know its types of weights %s", path.name, ", ".join(map(str, other)))
+        return None
+    checkpoint = Checkpoint(*settings_of(folder), [MappedFile(path)], tensors)
+    if ROPE_FACTORS not in tensors:
+        return checkpoint
+    return replace(checkpoint, frequency_factors=checkpoint.tensor(ROPE_FACTORS))

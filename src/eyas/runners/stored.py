@@ -1,0 +1,259 @@
+"""Models whose weights stay in their files, for the CPU kernels.
+
+    checkpoint = open_safetensors(folder)        # or gguf_weights.open_gguf(folder)
+    model = checkpoint.model()                   # a model of transformers, of norms and biases only
+
+A file is mapped into memory. Linear layers and embeddings of the model know the rows of the file that are
+their weights (`kernels.Rows`), and the kernels pack these, so no weight is ever in memory as float32. The
+model's own forward works, too: it reads the rows that it needs at each call, which is slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
+
+from eyas import kernels
+from eyas.errors import ModelError
+from eyas.kernels import Rows
+
+__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "few_outputs", "settings_of", "stored_in"]
+
+PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
+TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
+FEW = 256  # logits that are computed to learn about a model
+HEADER = 8  # bytes of a safetensors file that say how long its header is
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies."""
+
+    file: int
+    type: int  # its number in GGUF files
+    shape: tuple[int, ...]  # [outputs, inputs] or [width]
+    offset: int  # bytes
+    heads: int = 0  # whose rows are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers
+
+
+class MappedFile:
+    """A file in memory, whose pages the system reads when they are used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, status = path, path.stat()
+        self.identity = f"{path.name} {status.st_size} {status.st_mtime_ns}"
+        with open(path, "rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+
+    def release(self) -> None:
+        """Give back the memory of pages that were read; they are read again if they are used."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight stays in its file.
+
+    Attributes:
+        computed: outputs that `forward` computes; the others are zero (`few_outputs`).
+    """
+
+    def __init__(self, rows: Rows, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = rows.shape
+        self.stored_rows, self.computed = rows, len(rows)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weights [O, I] in float32, made anew."""
+        return self.stored_rows.read()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(*x.shape[:-1], self.out_features)
+        step = max(1, PART // (4 * self.in_features))
+        for n in range(0, self.computed, step):
+            part = self.stored_rows.take(slice(n, n + step)).read()
+            y[..., n : n + len(part)] = F.linear(x, part)
+        return y if self.bias is None else y + self.bias
+
+
+class StoredEmbedding(nn.Embedding):
+    """An embedding whose table stays in its file."""
+
+    def __init__(self, rows: Rows, padding_idx: int | None) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = rows.shape
+        self.stored_rows, self.padding_idx = rows, padding_idx
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The table [V, D] in float32, made anew."""
+        return self.stored_rows.read()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.stored_rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a model.
+
+    Attributes:
+        config: the model's configuration.
+        generation: the settings in generation_config.json; None where there is none.
+        tensors: by their names in transformers.
+        frequency_factors: what the frequencies of RoPE are divided by; None: nothing.
+    """
+
+    config: Any
+    generation: GenerationConfig | None
+    files: Sequence[MappedFile]
+    tensors: Mapping[str, Entry]
+    frequency_factors: Tensor | None = None
+
+    @property
+    def identity(self) -> str:
+        """A text that changes with the files."""
+        return " ".join(file.identity for file in self.files)
+
+    def rows(self, name: str) -> Rows:
+        """Return the rows of a matrix. Raise ModelError if there is none of this name."""
+        entry = self._entry(name)
+        file = self.files[entry.file]
+        outputs, inputs = entry.shape
+        rows = Rows.at(file.address + entry.offset, entry.type, outputs, inputs, self)
+        if not entry.heads:
+            return rows
+        return rows.take(torch.arange(outputs).view(entry.heads, -1, 2).transpose(1, 2).flatten())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of any shape in float32."""
+        entry = self._entry(name)
+        width = int(np.prod(entry.shape))
+        rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, 1, width, self)
+        return rows.read().view(entry.shape)
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        for file in self.files:
+            file.release()
+
+    def model(self, layers: int | None = None) -> Any:
+        """Return the model in eval mode; with `layers`, of its first ones only. Raise ModelError if tensors are
+        missing or have other shapes."""
+        config = copy.deepcopy(self.config)
+        if layers is not None:
+            config.num_hidden_layers = layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:layers]
+        with torch.device("meta"), no_init_weights():
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        base = model.get_decoder()
+        base.rotary_emb = type(base.rotary_emb)(config=config)
+        if self.frequency_factors is not None:
+            base.rotary_emb.inv_freq /= self.frequency_factors
+        for name, module in list(model.named_modules()):
+            for child_name, child in list(module.named_children()):
+                self._store(module, child_name, f"{name}.{child_name}".lstrip("."), child, config)
+        for name, parameter in list(model.named_parameters()):
+            if parameter.is_meta:
+                owner, _, last = name.rpartition(".")
+                value = _shaped(self.tensor(name), parameter.shape, name)
+                setattr(model.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+        if self.generation is not None:
+            model.generation_config = copy.deepcopy(self.generation)
+        model.eyas_checkpoint = self
+        return model.eval()
+
+    def _store(self, parent: nn.Module, place: str, name: str, module: nn.Module, config: Any) -> None:
+        """Replace a linear layer or an embedding by one whose weight stays in the file."""
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            return
+        key = f"{name}.weight"
+        if config.tie_word_embeddings and key not in self.tensors and place == "lm_head":
+            key = "model.embed_tokens.weight"
+        rows = self.rows(key)
+        if rows.shape != tuple(module.weight.shape):
+            raise ModelError(f"{self.files[0].path}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}")
+        if isinstance(module, nn.Embedding):
+            setattr(parent, place, StoredEmbedding(rows, module.padding_idx))
+        else:
+            bias = None if module.bias is None else _shaped(self.tensor(f"{name}.bias"), module.bias.shape, name)
+            setattr(parent, place, StoredLinear(rows, bias))
+
+    def _entry(self, name: str) -> Entry:
+        if (entry := self.tensors.get(name)) is None:
+            raise ModelError(f"{self.files[0].path} lacks the tensor {name}")
+        return entry
+
+
+def stored_in(model: Any) -> Checkpoint | None:
+    """Return the files in which a model's weights are; None for a model that holds its weights."""
+    return getattr(model, "eyas_checkpoint", None)
+
+
+@contextmanager
+def few_outputs(model: Any) -> Iterator[None]:
+    """Within this context, a stored model's layers are not computed, and a few logits only: what a forward returns has
+    the right sizes, and little is read."""
+    layers = {id(module) for module in model.get_decoder().modules()}
+    linears = [module for module in model.modules() if isinstance(module, StoredLinear)]
+    for module in linears:
+        module.computed = 0 if id(module) in layers else min(FEW, module.out_features)
+    try:
+        yield
+    finally:
+        for module in linears:
+            module.computed = module.out_features
+
+
+def open_safetensors(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint of a folder in Hugging Face layout; None where it has other files or types of tensors."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if not all((folder / name).is_file() for name in names):
+        return None
+    files, tensors = [MappedFile(folder / name) for name in names], dict[str, Entry]()
+    for number, file in enumerate(files):
+        length = int.from_bytes(file.bytes[:HEADER].tobytes(), "little")
+        header = json.loads(file.bytes[HEADER : HEADER + length].tobytes())
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            if about["dtype"] not in TYPES:
+                return None
+            begin = HEADER + length + about["data_offsets"][0]
+            tensors[name] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
+    return Checkpoint(*settings_of(folder), files, tensors)
+
+
+def settings_of(folder: Path) -> tuple[Any, GenerationConfig | None]:
+    """Return the configuration of a model and, if there are any, its settings for generation."""
+    has_settings = (folder / "generation_config.json").is_file()
+    return AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder) if has_settings else None
+
+
+def _shaped(value: Tensor, shape: torch.Size, name: str) -> Tensor:
+    if value.shape != shape:
+        raise ModelError(f"{name} is {list(value.shape)} instead of {list(shape)}")
+    return value

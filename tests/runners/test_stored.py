@@ -1,0 +1,153 @@
+"""Models whose weights stay in their files: the numbers of transformers, little memory, packed files that are used again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import eyas
+import zoo
+from eyas import kernels
+from eyas.errors import FitError, ModelError
+from eyas.kernels import Rows
+from eyas.runners import _packing, plug_target
+from eyas.runners.cpu import FAMILIES
+from eyas.runners.stored import StoredLinear, stored_in
+from eyas.targets.fingerprints import fingerprint, has_fingerprint
+from quantised_models import SIZES, write_gguf
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+
+PROMPT = [1, 2, 3, 50, 9]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, with the compiled kernels of all tests; and checkpoints of every size stay in files."""
+    library = kernels.library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert kernels.library() is library
+    monkeypatch.setattr(plug_target, "LARGE", 0)
+
+
+def folder(tmp_path: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    model: PreTrainedModel = zoo.tiny(family, **SIZES, **options).to(dtype)
+    model.save_pretrained(tmp_path / family, max_shard_size="100KB")
+    return tmp_path / family
+
+
+def load(place: Path, **options: Any) -> eyas.LLM:
+    return eyas.load(place, "vanilla", tokenizer=False, **options)
+
+
+def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
+    session = llm.target.open(1)
+    return session.prefill(0, ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
+    """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
+    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3")
+    llm, plain = load(place), load(place, kernels="off")
+    assert llm.target.runner.name == "kernels"
+    assert stored_in(llm.target.model) is not None
+    assert stored_in(plain.target.model) is None
+    torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+    told = plain.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+    assert llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids == told
+    assert has_fingerprint(llm.target, fingerprint(plain.target))
+    with torch.inference_mode():
+        own = llm.target.model(torch.tensor([PROMPT])).logits[0, -1]
+    torch.testing.assert_close(own, scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gguf_file_keeps_its_own_numbers(tmp_path: Path) -> None:
+    """Guards the order of heads, and matrices that are read together and have several types, as Q4_K_M has: the numbers
+    that transformers makes of the file."""
+    for number, others in enumerate(({}, {"attn_v": "Q5_1"}, {"attn_k": "F16", "attn_v": "Q4_0", "ffn_up": "Q4_1"})):
+        file = tmp_path / f"{number}.gguf"
+        write_gguf(file, "Q8_0", others=others)
+        llm, plain = load(file), load(file, kernels="off")
+        assert llm.target.runner.name == "kernels"
+        assert stored_in(llm.target.model) is not None
+        torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+        assert has_fingerprint(llm.target, fingerprint(plain.target))
+    assert llm.target.runner.layers.layers[0].v is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("weights", ["exact", "int8", "int4"])
+def test_packed_weights_are_kept_and_used_again(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the file of packed weights: the second load packs nothing, copied or mapped, with the same bits; another
+    checkpoint and another format have files of their own."""
+    place = folder(tmp_path, dtype=torch.float32)
+    first = load(place, weights=weights)
+    packed = [Path(path) for path in (tmp_path / "cache" / "eyas" / "packed").glob("*.bin")]
+    monkeypatch.setattr(kernels.library(), "eyas_pack", lambda *_: pytest.fail("it is packed again"))
+    for shared in ("0", "1"):
+        monkeypatch.setenv("EYAS_SHARE_WEIGHTS", shared)
+        again = load(place, weights=weights)
+        assert torch.equal(scores(again, PROMPT), scores(first, PROMPT))
+    assert sorted((tmp_path / "cache" / "eyas" / "packed").iterdir()) == sorted(packed)
+
+
+def test_little_is_read_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a model is run once to learn its sizes, by its own forward, which reads all weights: minutes for 8B."""
+    place, read = folder(tmp_path, num_hidden_layers=6), list[int]()
+    load(place)
+    original = Rows.read
+    monkeypatch.setattr(Rows, "read", lambda self, *more: read.append(len(self) * self.inputs) or original(self, *more))
+    llm = load(place)
+    layer = sum(p.numel() for p in zoo.tiny("llama", **SIZES).model.layers[0].parameters())
+    assert sum(read) < 3 * llm.target.vocab_size * llm.target.hidden_size + layer
+
+
+def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the line that says what is needed, the setting that would fit, and the choice of "auto"."""
+    place = folder(tmp_path)
+    target = load(place).target
+    sizes = {name: _packing._bytes(target, kernels.WeightFormat(name)) for name in _packing.SMALLER}  # type: ignore[arg-type]
+    assert sizes["exact"] > sizes["int8"] > sizes["int4"]
+    rest = _packing._cache_bytes(target) + _packing.RESERVE
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=rest + sizes["int8"]))
+    with pytest.raises(FitError, match="GB are free: weights int8 need"):
+        load(place)
+    assert load(place, weights="auto").target.runner.weight_format.weights == "int8"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    with pytest.raises(FitError, match="GB are free$"):
+        load(place, weights="auto")
+
+
+def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
+    """Guards one line for a broken checkpoint."""
+    place = folder(tmp_path)
+    about = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(about | {"num_hidden_layers": about["num_hidden_layers"] + 1}))
+    with pytest.raises(ModelError, match="lacks the tensor model.layers"):
+        load(place)
+    (place / "config.json").write_text(json.dumps(about | {"intermediate_size": 256}))
+    with pytest.raises(ModelError, match=r"mlp.*weight is \[128, 64\] instead of \[256, 64\]"):
+        load(place)
+
+
+def test_drafts_read_a_stored_target(tmp_path: Path) -> None:
+    """Guards what heads take from a target: its table of embeddings and its lm_head, which stay in the file."""
+    place = folder(tmp_path)
+    llm = load(place)
+    head = llm.target.family.head
+    assert isinstance(head, StoredLinear)
+    ids = torch.tensor([[3, 1], [4, 3]])
+    own = zoo.tiny("llama", **SIZES).to(torch.bfloat16).float()
+    assert torch.equal(llm.target.embed(ids), own.get_input_embeddings()(ids))
+    assert torch.equal(head.weight, own.get_output_embeddings().weight)
+    told = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+    for method in ("suffix", "prompt_lookup"):
+        other = eyas.load(place, method, tokenizer=False)
+        assert other.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids == told

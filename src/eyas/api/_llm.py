@@ -157,8 +157,8 @@ class LLM:
                 completed it.
             logits_processor: processors of transformers, one or several. They run once for each node of a draft tree,
                 with the node's own prefix, which is slow.
-            draft: "auto" leaves it to the drafter and the policy; "off" decodes plainly; a number is the most draft
-                tokens to verify per cycle.
+            drafting: "auto" lets the drafter and the policy decide, "off" decodes without drafts. A number limits the draft
+                tokens that are verified per cycle.
             adapter: the name of the adapter to answer with, where several were loaded; "base" is the model without
                 any. None is the same, or for a PeftModel the adapter that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
@@ -308,7 +308,7 @@ class LLM:
             eos,
             reader.feed,
             min_tokens=params["min_tokens"],
-            draft=params["draft"],
+            drafting=params["drafting"],
             adapter=self.adapter_named(params["adapter"]),
             features=self._features(params, eos),
             media=prompt.media if isinstance(prompt, MediaIds) else None,

@@ -22,7 +22,7 @@ from eyas.files import parse_json
 from eyas.targets.pretrained import DeviceMap
 
 __all__ = [
-    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_drafting",
     "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
     "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
     "request_features", "whole_number", "with_generate_keywords",
@@ -66,7 +66,7 @@ class GenerateKeywords(TypedDict, total=False):
     prompt_logprobs: int | None
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
-    draft: str | int | bool
+    drafting: str | int | bool
     adapter: str | None
     prediction: str | Sequence[int] | None
     features: Iterable[RequestFeature]
@@ -83,7 +83,7 @@ class GenerateKeywords(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(GenerateKeywords.__annotations__),
     **{field.name: field.default for field in fields(Sampling)},
-    **{"min_tokens": 0, "stop_token_ids": (), "draft": "auto", "features": (), "ignore_eos": False, "raw": False},
+    **{"min_tokens": 0, "stop_token_ids": (), "drafting": "auto", "features": (), "ignore_eos": False, "raw": False},
 }
 
 STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
@@ -256,7 +256,7 @@ def generate_keywords(given: Keywords, defaults: Keywords | None = None) -> dict
     merged = DEFAULTS | dict(defaults or {}) | keywords
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
-    merged["draft"] = as_draft(merged["draft"])
+    merged["drafting"] = as_drafting(merged["drafting"])
     merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
     merged["min_tokens"] = whole_number("min_tokens", merged["min_tokens"], 0)
     merged["stop_token_ids"] = as_stop_token_ids(merged["stop_token_ids"])
@@ -311,13 +311,13 @@ def as_stop_token_ids(given: Any) -> tuple[int, ...]:
     return listed
 
 
-def as_draft(given: Any) -> str | int:
+def as_drafting(given: Any) -> str | int:
     """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
         return "auto" if value in (True, "auto") else "off"
     if not _is_whole(value) or value < 1:
-        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {given!r}")
+        raise OptionError(f"drafting must be auto, off or a number of draft tokens, 1 or more; got {given!r}")
     return int(value)
 
 

@@ -21,7 +21,7 @@ pause. A row whose request has ended is read too if the session has drafted for 
 continues after its last `commit`; the next `commit`, which is one for all rows, overwrites that
 state.
 
-A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
+A request without drafts (`Request.drafting`) makes its row plain in every cycle, whatever the policy
 says; the policy is not asked about cycles in which all rows are plain for that reason.
 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs

@@ -37,7 +37,7 @@ from eyas.core.dormant import DormantSession
 from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
-from eyas.core.row_drafts import check_draft
+from eyas.core.row_drafts import check_drafting
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target, refuse_autocast
 from eyas.core.tree import Cycle, Draft, Verdict
@@ -108,7 +108,7 @@ class Decoder:
         """Put a request into the queue; return its number. Raise InputError or FitError at once if it cannot be
         served."""
         check_request(request, self.target.vocab_size)
-        check_draft(request)
+        check_drafting(request)
         if request.adapter not in (None, self.target.adapter):
             raise OptionError(
                 f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"

@@ -61,7 +61,7 @@ class Request:
     stop: Callable[[int], bool] | None = None
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
     # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
-    draft: str | int = "auto"
+    drafting: str | int = "auto"
     features: tuple[RequestFeature, ...] = ()  # what it asks for beyond that; see `core.features`
     media: Mapping[str, Any] | None = field(default=None, compare=False)
     """Further inputs of the model's forward for the prompt, such as pixel_values, each for one row.
@@ -76,7 +76,7 @@ class Request:
     @property
     def draft_limit(self) -> int | None:
         """Most acceptable nodes below the root; None: no limit."""
-        return None if self.draft == "auto" else 0 if self.draft == "off" else int(self.draft)
+        return None if self.drafting == "auto" else 0 if self.drafting == "off" else int(self.drafting)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The options of each request about its drafts, applied to the draft of any method (by core/dormant.py).
 
-    Request.draft          "off": a plain row; n: at most n acceptable nodes below the root
+    Request.drafting       "off": a plain row; n: at most n acceptable nodes below the root
     Request.features       text that may, or must, come next (`RowFeature.continuations`), such as a predicted text:
                            its tree is merged with the method's
 
@@ -34,18 +34,18 @@ from eyas.core.requests import Request
 from eyas.core.tree import Draft, Tree, build_trie, merge, padded_nodes
 from eyas.errors import OptionError
 
-__all__ = ["add_continuations", "check_draft", "continuations_of", "guides_of", "is_confident", "limit_nodes"]
+__all__ = ["add_continuations", "check_drafting", "continuations_of", "guides_of", "is_confident", "limit_nodes"]
 
 # a row whose text has followed its continuation for this many tokens, or that has as many forced
 # ones, needs no other draft
 CONFIDENT_TOKENS = 8
 
 
-def check_draft(request: Request) -> None:
-    """Raise OptionError unless `draft` is auto, off or a number."""
-    draft = request.draft
-    if draft not in ("auto", "off") and (not is_whole(draft) or draft < 1):
-        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
+def check_drafting(request: Request) -> None:
+    """Raise OptionError unless `drafting` is auto, off or a number."""
+    drafting = request.drafting
+    if drafting not in ("auto", "off") and (not is_whole(drafting) or drafting < 1):
+        raise OptionError(f"drafting must be auto, off or a number of draft tokens, 1 or more; got {drafting!r}")
 
 
 def guides_of(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:

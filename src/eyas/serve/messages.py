@@ -67,7 +67,7 @@ class Context(Strict):
 
 class CountBody(Body):
     """Read a conversation in Anthropic's form. Further fields mean what they mean in a chat: `seed`,
-    `speculation`, `min_p`, ..."""
+    `drafting`, `min_p`, ..."""
 
     model: str
     messages: Annotated[list[JsonObject], Field(min_length=1)]

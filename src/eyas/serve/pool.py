@@ -92,7 +92,7 @@ class Methods:
     def drafter(self, method: str, adapter: str = "") -> Drafter:
         """Return the drafter of this method for an adapter of the target, adaptive where the server's own method is."""
         if method not in self.names:
-            raise OptionError(f"speculation: this server drafts by {', '.join(self.names)}; there is no {method!r}")
+            raise OptionError(f"drafting: this server drafts by {', '.join(self.names)}; there is no {method!r}")
         with self._lock:
             if (method, adapter) not in self._loaded:
                 own = adapter == self.llm.target.adapter

@@ -121,7 +121,7 @@ class Totals:
         ends = self.finish, self.stop_reason
         return Delta(index, self.text, ids, *ends, prefill=True, logprobs=values, prompt_logprobs=of_prompt)
 
-    def speculation(self) -> dict[str, Any]:
+    def acceptance(self) -> dict[str, Any]:
         """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
         sums = CycleSums.from_cycles(drafts)

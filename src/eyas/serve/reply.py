@@ -196,7 +196,7 @@ class Choices(Dialect):
 
     def _figures(self, totals: list[Totals]) -> JsonObject:
         """Return usage, and acceptance where there is a single sequence."""
-        drafts = totals[0].speculation() if len(totals) == 1 else None
+        drafts = totals[0].acceptance() if len(totals) == 1 else None
         usage = usage_of(self.job, totals, self.reasoning_tokens())
         return {"usage": usage, "metrics": {"speculative_decoding": drafts}}
 

@@ -245,7 +245,7 @@ class Writer(BlockWriter):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": output,
             "usage": self._usage(),
-            "metrics": {"speculative_decoding": self.totals.speculation()},
+            "metrics": {"speculative_decoding": self.totals.acceptance()},
         }
 
     def _head(self, status: str) -> JsonObject:

@@ -1,4 +1,4 @@
-"""Figures of speculative decoding: one fold over Steps, and what is computed from its counts.
+"""Figures of speculative decoding: one fold over Steps, and numbers computed from its counts.
 
 Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023). docs/guide/benchmark.md explains them
 at length.

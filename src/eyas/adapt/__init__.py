@@ -3,7 +3,7 @@
     swap_draft(llm, "another_head")          from the next cycle on; requests in flight go on
     llm = adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
 
-The text is the same whatever the weights of the head are: drafts are verified. Of a request with the feature
+The weights of the head never change the text, because drafts are verified. Of a request with the feature
 `Private` nothing is kept.
 """
 

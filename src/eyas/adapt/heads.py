@@ -1,4 +1,4 @@
-"""What a server asks of its head. Learning itself is in the package eyas-train (`eyas_train.adapt`)."""
+"""The requests of a server to its head. Learning itself is in the package eyas-train (`eyas_train.adapt`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrivateRow(RowFeature):
 
 
 def adapting(llm: LLM, **settings: Any) -> Any:
-    """Return an `eyas_train.adapt.LearningLLM`: the LLM with a head that learns from what it answers.
+    """Return an `eyas_train.adapt.LearningLLM`: the LLM with a head that learns from its answers.
 
     Args:
         settings: see `eyas_train.adapt.Settings`.
@@ -76,7 +76,7 @@ class Heads:
         self.llm.draft_name = source
 
     def rest(self, idle: bool) -> bool:
-        """See `Learner.rest`. What fails there ends the learning, and no request."""
+        """See `Learner.rest`. An error there ends the learning, but no request."""
         if self.learner is None or self.failed:
             return False
         try:
@@ -87,7 +87,7 @@ class Heads:
             return False
 
     def figures(self) -> dict[str, Any] | None:
-        """Return what was learnt; None if nothing is to be."""
+        """Return the learned head. Return None if the head does not learn."""
         return None if self.learner is None else self.learner.figures()
 
     def save(self) -> None:

@@ -135,9 +135,9 @@ class LLM:
         """Answer one prompt, or each of a list of prompts, once or several times.
 
         Args:
-            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
-                tokenizer returns), or a list of those (a tensor [B, T]). With images: messages with image
-                parts, or what the target's processor returns for one prompt (docs/guide/models.md).
+            prompt: a string, a list of messages, token ids (a list, a tensor [T], or the output of a
+                tokenizer), or a list of those (a tensor [B, T]). With images: messages with image parts, or the
+                output of the target's processor for one prompt (docs/guide/models.md).
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
@@ -149,23 +149,24 @@ class LLM:
                 dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: with N, `Result.logprobs` lists the log-probabilities of every new token and of the N most
-                probable tokens, from the raw logits (before penalties and temperature). 0 lists the token's own only.
+            logprobs: with N, `Result.logprobs` lists log-probabilities: of every new token and of the N most
+                probable tokens. They come from the raw logits, without penalties and temperature. 0 lists the
+                token's own only.
             prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even if its beginning is
                 in a cache.
             stop: one stop string or several. `text` ends before the stop string; `token_ids` includes the token that
                 completed it.
             logits_processor: processors of transformers, one or several. They run once for each node of a draft tree,
                 with the node's own prefix, which is slow.
-            drafting: "auto" lets the drafter and the policy decide, "off" decodes without drafts. A number limits the draft
-                tokens that are verified per cycle.
+            drafting: "auto" lets the drafter and the policy decide, "off" decodes without drafts. A number
+                limits the draft tokens that are verified per cycle.
             adapter: the name of the adapter to answer with, where several were loaded; "base" is the model without
                 any. None is the same, or for a PeftModel the adapter that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
-            features: what else the request asks for, each a `core.requests.RequestFeature`, such as
+            features: further wishes of the request, each a `core.requests.RequestFeature`, such as
                 `eyas.recall.Recalled` or one of your own.
-            ignore_eos: go on to max_new_tokens, whatever token ends an answer.
+            ignore_eos: go on to max_new_tokens, past tokens that end an answer.
             raw: take a string as it is, without the chat template. A BOS that it begins with is not added again.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.

@@ -1,6 +1,6 @@
-"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values: tensors, arrays and tokenizer output as
-prompts, numpy numbers, one value where a list is expected, names of transformers and OpenAI that mean the same here.
-Everything else is an EyasError of one line that says what to write instead.
+"""Turns the arguments of `eyas.load` and `LLM.generate` into plain values. Callers may write tensors, arrays
+and tokenizer output as prompts, numpy numbers, one value where a list is expected, and names of transformers
+and OpenAI. Everything else is an EyasError of one line that says what to write instead.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the proc
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     """Return (prompts, whether a single one was given). A string, a list of messages and a list of token ids are
     single prompts; a list of those, and a tensor [B, T], are several. Tensors, arrays and the output of a tokenizer
-    become lists, without what its attention mask hides. The output of a processor for a prompt with images becomes
-    `MediaIds`."""
+    become lists, without the tokens that its attention mask hides. The output of a processor for a prompt with
+    images becomes `MediaIds`."""
     if isinstance(prompt, MediaIds) or (isinstance(prompt, Mapping) and _media_names(prompt)):
         return ([prompt], True) if isinstance(prompt, MediaIds) else _media_ids(prompt)
     prompt = _as_lists(prompt)
@@ -201,7 +201,7 @@ def _media_ids(prompt: Keywords) -> tuple[list[Prompt], bool]:
     single, ids = ids.ndim == 1, ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != 1:
         raise InputError(
-            f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of what it returns"
+            f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of its outputs"
         )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
@@ -312,7 +312,7 @@ def as_stop_token_ids(given: Any) -> tuple[int, ...]:
 
 
 def as_drafting(given: Any) -> str | int:
-    """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens."""
+    """Return the setting of a request for its drafts: "auto", "off" or a number of draft tokens."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
         return "auto" if value in (True, "auto") else "off"
@@ -405,14 +405,15 @@ def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:
         return "fixed" if shaped else "auto", dict(options)
     if mode not in MODES:
         raise OptionError(
-            f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
+            f"unknown tree {mode!r}; {near(mode, MODES)}. A tree's own options are --tree.nodes and others"
         )
     return mode, {name: value for name, value in options.items() if name != "tree"}
 
 
 def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
-    """Return the device of the whole model, or where a device map puts its parts: one of STRATEGIES, a mapping from
-    parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
+    """Return the device of the whole model, or where a device map puts its parts. A device map is one of
+    STRATEGIES, a mapping from parts to devices, or the path of a JSON file with such a mapping. `folder`: for
+    weights on disk."""
     if isinstance(device_map, str) and device_map.endswith(".json"):
         try:
             device_map = parse_json(Path(device_map).read_bytes())

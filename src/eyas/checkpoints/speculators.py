@@ -6,7 +6,8 @@ docs/reference/head_formats.md says the rest. Layer ids are indices of hidden_st
 names: see `_eagle3`, `_block` and `mtp`.
 
 In block heads a window is counted from the root for all slots of a block; within the block such a layer sees earlier
-slots only, unless `sliding_window_non_causal` is true. Embeddings and logits have no factors, whatever the target has.
+slots only, unless `sliding_window_non_causal` is true. Embeddings and logits have no factors, even if the
+target's have.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class DraftOptions:
 
 @option_group
 class AdaptOptions:
-    """Whether the head learns from what it answers."""
+    """Whether the head learns from its answers."""
 
     adapt: Annotated[bool, "Method"] = False
     """Let the head learn from the answers (EAGLE-3, MTP)."""

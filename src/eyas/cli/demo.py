@@ -1,7 +1,7 @@
 """`eyas demo`: plain decoding and the best method answer the same prompts side by side; then transformers does.
 
-Both sides advance a cycle at a time, always the one whose clock is behind: each clock runs only while its side works.
-Everything is greedy, so all three must give the same tokens; a difference is reported.
+Both sides advance a cycle at a time, always the side with less time on its clock: each clock runs only while
+its side works. Everything is greedy, so all three must give the same tokens; a difference is reported.
 """
 
 from __future__ import annotations

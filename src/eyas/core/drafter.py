@@ -217,8 +217,7 @@ class Drafter(ABC):
         net: the draft net as it was loaded; None for methods without one.
         model_free: whether the method drafts from the text alone, without a net.
         chooses_nodes: whether `CycleInput.chooser` decides how many of its nodes are verified.
-        parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else
-            empty.
+        parts: the two methods of a merged drafter, or the wrapped method of an adaptive one; else empty.
     """
 
     Options: ClassVar[type] = NoOptions

@@ -7,15 +7,15 @@ empty rows between cycles).
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
 
 **Running ahead.** On a GPU a cycle is launched, and finished some time later. If the next cycle of
-the same rows needs nothing that the host must read first (`CycleRunner.launch_ahead`), it is
-launched before the last one's result is read, so that the GPU does not wait:
+the same rows needs nothing that the host must read first (`CycleRunner.launch_ahead`), it is launched ahead of
+reading the last result. So the GPU does not wait:
 
     host    launch 1   launch 2   read 1   launch 3   read 2   ...
     GPU     [ cycle 1         ][ cycle 2         ][ cycle 3
 
 A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the
-row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited
-for the one before; a request that enters meanwhile joins one cycle later.
+row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited for its
+predecessor. A request that enters in between joins one cycle later.
 
 This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like
 any other. Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest

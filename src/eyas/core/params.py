@@ -1,7 +1,7 @@
 """How the tokens of a request are drawn: the one declaration of the sampling parameters.
 
 Python's keywords, the command line's flags and the fields of the server's bodies are made from the fields of
-`Sampling`: their names, types, defaults, and, for the command line, what the docstring says of them.
+`Sampling`. They take names, types and defaults from them; the command line also takes the docstrings as help.
 `core.sampling` has the arithmetic. Importing this module does not import torch.
 """
 

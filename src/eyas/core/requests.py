@@ -24,13 +24,13 @@ class DecisionLabel(Protocol):
 
 
 class RequestFeature:
-    """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
+    """A wish of one request. Frozen: several rows may share it, unless it says otherwise."""
 
     has_scores: bool = False  # `RowFeature.has_scores` of what it opens; at most one feature of a request has scores
 
     @property
     def runs_per_node(self) -> tuple[str, ...]:
-        """Names of what runs once for each node of a tree, which is slow."""
+        """Names of the parts that run once for each node of a tree, which is slow."""
         return ()
 
     def check(self, request: Request, vocab: int) -> None:
@@ -41,7 +41,7 @@ class RequestFeature:
         """
 
     def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
-        """Return what reads the prompt's logits, or None. If something does, no prefix is reused."""
+        """Return the reader of the prompt's logits, or None. With a reader, no prefix is reused."""
         return None
 
     def open(self, request: Request, target: Target) -> RowFeature:
@@ -119,8 +119,8 @@ class Step:
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """Raise InputError if a request cannot be served, whatever its length; `vocab`: size of the
-    target's vocabulary."""
+    """Raise InputError if a request could not be served at any length; `vocab`: size of the target's
+    vocabulary."""
     if not request.prompt:
         raise InputError("the prompt is empty: give at least one token")
     biased = (token for token, _ in request.sampling.logit_bias)

@@ -5,14 +5,14 @@
                            its tree is merged with the method's
 
 **Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit
-keeps the most probable nodes. If children are sampled from q, whether a node is kept must not
-depend on the drawn tokens: verification divides by q, which is the distribution of the drawn token
-only if nothing else decides whether the token is tested. So the limit keeps nodes by their position
-in the tree alone: a parent before its children, a sibling before those drawn after it. The result
-is a smaller tree whose shape does not depend on the draws, and it is verified as such.
+keeps the most probable nodes. If children are sampled from q, the choice of the kept nodes must not depend on
+the drawn tokens. Verification divides by q, and q is the distribution of the drawn token only if nothing else
+decides whether the token is tested. So the limit keeps nodes by their position in the tree alone: a parent
+before its children, a sibling before those drawn after it. The result is a smaller tree whose shape does not
+depend on the draws, and it is verified as such.
 
 Rows whose features guide drafts are verified as deterministic trees in every cycle, also if the
-method samples children: their ids are plain decoding's, whatever is predicted.
+method samples children: their ids are plain decoding's for any prediction.
 
 This module knows no method and no feature. Letters: B rows, N nodes of the method's tree, M nodes
 of the continuations' one, V vocabulary.

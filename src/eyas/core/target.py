@@ -88,15 +88,15 @@ class Runner(Protocol):
     """A way to run the forwards of a target, and the operations around them.
 
     Attributes:
-        name: "model": the model's own code; "kernels": C++ kernels; "fused": layers by GPU kernels;
-            "graphs", "compiled graphs": CUDA graphs of the model's code or of its compiled layers.
+        name: "model": the model's own code, "kernels": C++ kernels, "fused": layers by GPU kernels, "graphs",
+            "compiled graphs": CUDA graphs of the model's code or of its compiled layers.
         weight_format: weight format of the linear layers; a target with rounded weights counts as a
             different target (its own costs, its own losslessness).
         ops: implementation of the operations of a cycle.
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
             by one.
         skips_rows: whether a forward of some rows leaves out the others, whichever rows these are.
-        skips_padding: whether nodes behind `ForwardInput.counts` cost nothing.
+        skips_padding: whether nodes after `ForwardInput.counts` cost nothing.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Target:
     layers compute on others.
 
     Attributes:
-        extensions: what it has beyond layers with keys and values (`core.extensions`).
+        extensions: its properties beyond layers with keys and values (`core.extensions`).
         adapters: adapters that requests choose from; None: there are none. They are not an extension,
             because they alone act before every use of the model.
         draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
@@ -299,8 +299,8 @@ class Target:
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
                 raise ModelError(
-                    f"the layers of a {self.family.model_type} pass on several streams of hidden states, not one, so its inner features "
-                    "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
+                    f"the layers of a {self.family.model_type} pass on several streams of hidden states, so its inner features "
+                    "cannot be read. Use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
             here = [caught[k].to(self.device) for k in feature_layers]
             return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0, dtype=self.dtype, device=self.device)
@@ -482,8 +482,7 @@ class TargetSession:
         committed.
 
         Args:
-            depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed
-                tokens.
+            depth_BT: int64, depth of all T nodes; depth 0 is the position after the committed tokens.
             visible_BQT: bool; which of the T nodes each new node attends to.
             rows: as for `forward`.
         """

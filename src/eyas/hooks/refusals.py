@@ -41,7 +41,7 @@ def refused(name: str, why: str) -> OptionError:
 
 
 def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Keywords, given: Keywords) -> None:
-    """Refuse what eyas cannot keep. `given`: local variables of generate, its arguments."""
+    """Refuse settings that eyas cannot keep. `given`: local variables of generate, its arguments."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
     mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))

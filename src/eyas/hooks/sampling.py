@@ -6,9 +6,9 @@ are plain:
     [repetition penalty] [min_length, min_new_tokens] | anything else, in order | [temperature] [top_k] [top_p] [min_p]
                  Sampling, min_tokens                   processors of the request            Sampling
 
-What the engine does itself costs nothing; a processor runs once for each node, with the node's own
-text. Whatever does not fit this order (`typical_p`, which comes after `top_p`) makes the end part
-of the middle, so the distribution is transformers' in every case.
+The engine's own steps cost nothing; a processor runs once for each node, with the node's own text. A step that
+does not fit this order (`typical_p`, which comes after `top_p`) makes the end part of the middle, so the
+distribution is transformers' in every case.
 
 Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """

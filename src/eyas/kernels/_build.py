@@ -103,7 +103,7 @@ def _target_flags(isa: str) -> tuple[str, ...]:
     flags, needed = ISAS[isa]
     features = _features()
     if needed and not features:
-        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this system does not say what its processor has")
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, but this system does not list its processor's features")
     if missing := needed - features:
         raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this processor lacks {', '.join(sorted(missing))}")
     return flags

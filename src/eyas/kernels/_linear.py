@@ -32,8 +32,8 @@ LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/til
 
 
 def draft_format(draft_weights: str) -> WeightFormat:
-    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is
-    drafted, never the output text."""
+    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects drafts, never the
+    output text."""
     return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
 
@@ -41,9 +41,8 @@ def draft_format(draft_weights: str) -> WeightFormat:
 class Matrix:
     """A linear layer's weights in panels of P = 2 `lanes()` outputs, padded with zero outputs.
 
-    data: [O / P, I, P] in float32 or int8; [O / P, I / 2, P, 2] in bfloat16. For machines with
-    integer dot products of d inputs: int8 [O / P, I / d, P, d], and int4 as uint8
-    [O / P, I / 32, 18 P] (cpu/tiles.h).
+    data: [O / P, I, P] in float32 or int8; [O / P, I / 2, P, 2] in bfloat16. For machines with integer dot
+        products of d inputs: int8 [O/P, I/d, P, d], and int4 as uint8 [O/P, I/32, 18P] (cpu/tiles.h).
     """
 
     kind: Literal["float32", "bfloat16", "int8", "int8_dot", "int4"]

@@ -6,10 +6,10 @@
 A local folder of the same name is taken instead of the model.
 
 heads.json lists hub ids of heads that others have published, by their targets, with the source of each entry. It was
-collected on the day that it names; nothing is fetched here. `fitting_heads` also finds those of
-the model that a fine-tune was made from, and models that draft for a whole family. Heads of one target
-are in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
-format leaves nothing open, then others.
+collected on the day that it names; nothing is fetched here. `fitting_heads` also finds heads for the model that
+a fine-tune was made from, and models that draft for a whole family. Heads of one target are in the order in
+which `draft="auto"` tries them: first heads by a method's authors, then heads whose format leaves nothing open,
+then others.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def of_target(name: str) -> NamedModel | None:
 
 
 def shown_head(head: str | None) -> str | None:
-    """Return what a head is called: one of a named model's by that model's name, without its path here."""
+    """Return the shown name of a head. The head of a named model has that model's name, without its path here."""
     owner = next((model for model in models() if head in [str(path) for path in model.heads.values()]), None)
     return head if owner is None else owner.names[0]
 
 
 def place_of(target: str) -> str:
-    """Return a folder or hub id for what `target` names; "" for the embedded model, which has none.
+    """Return a folder or hub id for the name that `target` names; "" for the embedded model, which has none.
 
     Raises: see `NamedModel.place`.
     """
@@ -157,8 +157,8 @@ def left_out() -> list[tuple[str, str]]:
 
 
 def fitting_heads(target: str, config: Mapping[str, Any]) -> list[FittingHead]:
-    """Return the listed heads that fit a target, in the order in which they are tried: those for this very model, those for
-    the model that it was made from, those for its family.
+    """Return the listed heads that fit a target, in the order in which they are tried. First come heads for
+    this very model, then heads for the model that it was made from, then heads for its family.
 
     Args:
         target: as for `listed_heads`.

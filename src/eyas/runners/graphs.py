@@ -73,7 +73,7 @@ class ModelLayers(Protocol):
 
 
 class GpuKernels(Protocol):
-    """The kernels that eyas-gpu brings; `eyas_gpu.runner` says what its functions do."""
+    """The kernels that eyas-gpu brings; `eyas_gpu.runner` describes its functions."""
 
     def operations(self, device: torch.device) -> Ops: ...
 

@@ -1,5 +1,5 @@
-"""Errors as clients expect them: a status, and OpenAI's {"error": {"message", "type", "param", "code"}}, or
-Anthropic's {"type": "error", "error": {"type", "message"}} on the paths of its dialect and for its clients.
+"""Errors as clients expect them: a status, and OpenAI's {"error": {"message", "type", "param", "code"}}. On the
+paths of Anthropic's dialect and for its clients it is {"type": "error", "error": {"type", "message"}}.
 
 400   a value, field or prompt that cannot be used       413   a body that is too large
 401   a wrong key                                        429   the queue is full: Retry-After says when to come back

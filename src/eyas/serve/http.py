@@ -1,4 +1,4 @@
-"""Requests as they come in: ids and a line in the log for each, never what it says; bodies, and how large they may be."""
+"""Requests as they come in: ids and a line in the log for each, never its content; bodies and their largest size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: those of the raw logits, before penalties,
-temperature and masks. A token's own value and its value among the most probable ones are one float: lm-eval compares
-them.
+"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: they come from the raw logits,
+without penalties, temperature and masks. A token's own value and its value among the most probable ones are one
+float: lm-eval compares them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ time.
 
 Most runners leave empty rows out (`Runner.skips_rows`); then one Decoder of a method has all rows. A recorded cycle
 computes every row, so Decoders are opened in several sizes, and a sequence enters the smallest one with room for all
-that is to be decoded. All of them share the weights; their caches grow with what they decode.
+that is to be decoded. All of them share the weights; their caches grow with their texts.
 """
 
 from __future__ import annotations

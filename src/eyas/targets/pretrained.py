@@ -198,7 +198,7 @@ def _template_of_processor(source: str) -> Any:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Return whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
+    """Return whether a local folder, or the cached part of a hub repository, holds files of a tokenizer."""
     folder = _folder(source)
     return folder is not None and _has_files_of_tokenizer(folder)
 

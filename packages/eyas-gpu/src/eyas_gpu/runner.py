@@ -1,4 +1,4 @@
-"""What eyas asks this distribution for, by the name "gpu" (`eyas.runners.graphs.GpuKernels`).
+"""The functions that eyas asks this distribution for, by the name "gpu" (`eyas.runners.graphs.GpuKernels`).
 
 Kernels are used on a device after all of them have given torch's numbers there. Otherwise a warning names the first
 that failed, and torch computes instead.

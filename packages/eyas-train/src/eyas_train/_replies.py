@@ -12,12 +12,12 @@ this text are found by
                     |-- up to 1 ---------------------------|
                                                   ^^^^^^^^^^ reply 1
 
-Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then
-does not contain what the model once generated. This is noticed per conversation, by an "up to k"
-that is not a prefix, or that lacks words of reply k; then only the last reply counts.
+Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then does not
+contain the text that the model once generated. This is noticed per conversation, by an "up to k" that is not a
+prefix, or that lacks words of reply k; then only the last reply counts.
 
 Some templates cut the last reply too. It is then put together as the server would have seen it: the
-prompt, the reply as it was generated, and what the template writes after a reply.
+prompt, the reply as it was generated, and the template's text after a reply.
 
 This module knows no tokens.
 """

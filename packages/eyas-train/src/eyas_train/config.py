@@ -176,8 +176,8 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """Return the steps of a run with this data; with `minutes` those of an epoch, as `TrainState.steps` counts by
-        the clock. Raise OptionError when the warm-up would not end."""
+        """Return the steps of a run with this data; with `minutes` the steps of an epoch, because
+        `TrainState.steps` counts by the clock. Raise OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )

@@ -1,4 +1,4 @@
-"""Features at a URL that fsspec opens (s3://, gs://, https://, ...): a training fetches what it reads.
+"""Features at a URL that fsspec opens (s3://, gs://, https://, ...): a training fetches the parts that it reads.
 
     first          manifest.json and examples.safetensors
     for a shard    its beginning, with the checksums of its examples

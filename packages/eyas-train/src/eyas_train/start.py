@@ -36,7 +36,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(drafter: DraftMethod) -> Fit | None:
-    """Return the fit of a new head; None for a method without one, and for a module that was trained before."""
+    """Return the fit of a new head; None for a method without one, and for a module that is already trained."""
     if isinstance(drafter, eagle1.Method) and drafter.net.inputs == "shifted":
         return Fit(drafter.feature_layers, partial(_fit_eagle1, drafter))
     if isinstance(drafter, eagle3.Method):  # the fused ones, the input of the first copied layer, the final norm

@@ -97,9 +97,9 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def flop_rate(target: Target) -> float | None:
-    """Floating-point operations per second of the target's device in its dtype, all threads
-    together: the best of some products of matrices, by torch and, on a CPU, by the target's own
-    head, whose integer kernels can be faster.
+    """Floating-point operations per second of the target's device in its dtype, all threads together. It is the
+    best of some products of matrices, by torch and, on a CPU, by the target's own head, whose integer kernels
+    can be faster.
 
     None where the device has none of this dtype, or no memory for them.
     """

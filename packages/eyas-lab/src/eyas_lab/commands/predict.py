@@ -1,4 +1,4 @@
-"""`eyas predict`: what speed-up to expect, by arithmetic, before a machine is bought or a head trained."""
+"""`eyas predict`: which speed-up to expect, by arithmetic, before a machine is bought or a head trained."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Weights that a draft reads, from the head's config.json, and how often its tokens are accepted.
 
-An EAGLE head or an MTP module runs once for each level of the tree: one layer of LLaMA's shape, what joins its
-inputs, and an output matrix. A small model runs as a whole. Where the text drafts, nothing is read.
+An EAGLE head or an MTP module runs once for each level of the tree: one layer of LLaMA's shape, a matrix that
+joins its inputs, and an output matrix. A small model runs as a whole. Where the text drafts, nothing is read.
 
-Acceptance by depth is what the head's training measured (training.json), or typical of its method.
+Acceptance by depth comes from the head's training (training.json), or is typical of its method.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def read_head(source: str | None, method: str | None, model: Model, acceptance: 
     method (eagle3), of the target's layer.
 
     Args:
-        acceptance: by depth, instead of what is measured or typical.
+        acceptance: by depth, instead of the measured or typical one.
 
     Raises:
-        InputError, CheckpointError, OptionError: one line that says what is wrong.
+        InputError, CheckpointError, OptionError: one line that names the mistake.
     """
     given = None if acceptance is None else Acceptance(tuple(acceptance), 0.0, "given")
     if source is None:

@@ -50,7 +50,7 @@ class Machine:
 
     def rate(self, weights: str, tokens: float) -> float:
         """Return the operations a second of a pass over so many tokens. Between the numbers of tokens of the
-        table, the time is linear; beyond them, the rate is that of the last one."""
+        table, the time is linear; beyond them, the rate stays the last one's."""
         table = self.flops.get(weights) or self.flops.get("bfloat16") or next(iter(self.flops.values()))
         at = sorted(table)
         if tokens <= at[0] or tokens >= at[-1]:
@@ -151,7 +151,7 @@ def read_machine(name: str) -> Machine:
     """Return a machine by its name, or from a JSON file.
 
     Raises:
-        InputError, OptionError: one line that says what is wrong.
+        InputError, OptionError: one line that names the mistake.
     """
     if name in MACHINES:
         return MACHINES[name]

@@ -63,7 +63,7 @@ class Model:
         return self.dense + self.expert * self.experts * (1 - missed)
 
     def keys(self, context: float) -> float:
-        """Return the numbers of keys and values that a row reads behind so many tokens."""
+        """Return the numbers of keys and values that a row reads after so many tokens."""
         return self.stored * context + self.windowed * min(context, self.window)
 
     def flops(self, tokens: float, context: float) -> float:
@@ -77,7 +77,7 @@ def read_model(source: str) -> Model:
     """Return the sizes of a model by its name, folder, hub id or config.json.
 
     Raises:
-        InputError, ModelError: one line that says what is wrong with the configuration.
+        InputError, ModelError: one line that names the mistake in the configuration.
     """
     return model_of(read_config(source), source)
 

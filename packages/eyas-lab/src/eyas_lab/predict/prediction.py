@@ -68,7 +68,7 @@ class TreePrediction:
 
 
 class Prediction:
-    """The costs of cycles by arithmetic (`speedup.CycleCosts`), and what follows from them."""
+    """The costs of cycles by arithmetic (`speedup.CycleCosts`), and their consequences."""
 
     def __init__(self, model: Model, machine: Machine, head: Head, settings: Settings) -> None:
         self.model, self.machine, self.head = model, machine, head

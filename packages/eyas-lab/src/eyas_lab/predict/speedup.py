@@ -2,10 +2,10 @@
 
     speed-up  =  max over trees of  tau(tree) / c(tree)         c: seconds of a cycle over those of plain decoding
 
-tau of every size of tree follows from the acceptance by depth: the child of rank r (0, 1, ...) of any node
-at depth d is the accepted one with the chance a_d (SIBLING (1 - a_d))^r, as if each further child took
-nearly the same share of what those before it left. On the trees of docs/lab/results.md (three sizes, eight
-heads) one a for all depths gives tau within 5 % (root mean square).
+tau of every size of tree follows from the acceptance by depth. At any node of depth d the child of rank r (0,
+1, ...) is accepted with the chance a_d (SIBLING (1 - a_d))^r. Each further child then takes nearly the same
+share of the rest. On the trees of docs/lab/results.md (three sizes, eight heads) one a for all depths gives
+tau within 5 % (root mean square).
 
 Where no tree pays, `--tree auto` decodes plainly, and the speed-up is 1.
 

@@ -1,4 +1,4 @@
-"""The report of a finished run: what was measured after training, for machines and for people."""
+"""The report of a finished run: the measurements after training, for machines and for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short trials on this machine: how fast each step of a run is. What they make is thrown away.
+"""Short trials on this machine: how fast each step of a run is. Their results are thrown away.
 
 This module prints nothing and knows no plan.
 """
@@ -59,8 +59,8 @@ def answer_speed(
 ) -> AnswerSpeed:
     """Let the target answer some of these questions for so many seconds.
 
-    Conversations that have not ended by then count too: the mean length is all tokens over the
-    number of ends, as if each token were the last with the same chance.
+    Conversations that have not ended by then count too. The mean length is all tokens over the number of ends,
+    as if each token were the last with the same chance.
     """
     assert llm.tokenizer is not None
     conversations = _usable(lines, settings, 4 * rows)

@@ -1,9 +1,9 @@
-"""Heads that learn while they serve; `eyas.adapt` asks for this, and has what replaces a head.
+"""Heads that learn while they serve; `eyas.adapt` asks for this, and has the code that replaces a head.
 
     llm = eyas.adapt.adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
     llm.save_draft("my_head")
 
-The text is the same whatever the weights of the head are: drafts are verified. Of a request with the feature
+The weights of the head never change the text, because drafts are verified. Of a request with the feature
 `eyas.adapt.Private` nothing is kept.
 """
 

@@ -1,5 +1,5 @@
-"""The model card of a draft head: what it is for, how good it is, how each engine runs it; from the
-record of its training.
+"""The model card of a draft head: its use, its quality and the commands of each engine, from the record of its
+training.
 
 This module does not know where the card goes.
 """

@@ -1,5 +1,5 @@
-"""From conversations to the target's own replies: what `eyas regenerate` does with the model, in its own process or in
-workers."""
+"""From conversations to the target's own replies: the work that `eyas regenerate` does with the model, in its
+own process or in workers."""
 
 from __future__ import annotations
 

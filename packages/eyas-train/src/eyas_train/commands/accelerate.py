@@ -2,9 +2,9 @@
 
     look at model and machine --> plan --> regenerate --> features --> train --> bench --> report
 
-OUTPUT holds the head with its card and the report; OUTPUT/work holds what it was made from, and
-run.json, from which the same command goes on. Each step is the command of that name, with options
-that the plan chose; a finished step is not done again.
+OUTPUT holds the head with its card and the report; OUTPUT/work holds its sources, and run.json, from which the
+same command goes on. Each step is the command of that name, with options that the plan chose; a finished step
+is not done again.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Run:
         self.prospect: Prospect  # set by `plan`
 
     def report(self, material: Material) -> dict[str, Any]:
-        """Do what is not done yet; return the report, with its Markdown as "text"."""
+        """Do the open steps; return the report, with its Markdown as "text"."""
         self.plan(material)
         steps = {"regenerate": self.regenerate, "features": self.features, "train": self.train, "bench": self.bench}
         for name, do in steps.items():

@@ -1,4 +1,4 @@
-"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up what comes next."""
+"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up the next tokens."""
 
 from __future__ import annotations
 

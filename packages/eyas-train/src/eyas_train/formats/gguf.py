@@ -1,4 +1,4 @@
-"""Heads in GGUF files, as llama.cpp reads them: what its converter (convert_hf_to_gguf.py) would write.
+"""Heads in GGUF files, as llama.cpp reads them: the output that its converter (convert_hf_to_gguf.py) would write.
 
 A file has the vocabulary of its target, which is taken from the target's own file in GGUF format; an MTP module is
 written into a copy of that file. Names, and the changes of tensors, are those by which eyas reads such files.
@@ -47,7 +47,8 @@ class Field(NamedTuple):
 
 
 def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
-    """Return the settings and tensors of a file. Raise CheckpointError for what llama.cpp does not compute."""
+    """Return the settings and tensors of a file. Raise CheckpointError for settings that llama.cpp does not
+    compute."""
     if method == "mtp":
         _check_module(config, tensors)
     file = _target_file(target)
@@ -72,7 +73,7 @@ def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) 
 
 
 def write_file(path: Path, settings: Config, tensors: Tensors, target: ExportTarget, dtype: str) -> None:
-    """Write what `export` returns; `dtype` is one of DTYPES, or empty for the head's own."""
+    """Write the result of `export`; `dtype` is one of DTYPES, or empty for the head's own."""
     sample = next(tensor for name, tensor in tensors.items() if name.endswith(("fc.weight", "eh_proj.weight")))
     dtype = dtype or OWN_DTYPES[sample.dtype]
     if settings[ARCHITECTURE] in gguf_names.MTP_TYPES:
@@ -180,8 +181,8 @@ def _block(method: str, config: Config, tensors: Tensors, file: File) -> tuple[d
 def _check_module(config: Config, tensors: Tensors) -> None:
     if _plain(config["target_model_type"]) not in map(_plain, gguf_names.MTP_TYPES.values()):
         raise CheckpointError(
-            f"the module's target is a {config['target_model_type']}, for which llama.cpp has no multi-token prediction that eyas knows "
-            f"(it has for {', '.join(gguf_names.MTP_TYPES.values())}): run the module with eyas, or train an EAGLE-3 head, which llama.cpp "
+            f"the module's target is a {config['target_model_type']}, for which eyas knows no multi-token prediction in llama.cpp "
+            f"(only for {', '.join(gguf_names.MTP_TYPES.values())}). Run the module with eyas, or train an EAGLE-3 head, which llama.cpp "
             "runs too"
         )
     if any(name.startswith("shared_norm.") for name in tensors):

@@ -47,9 +47,9 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def help_texts(file: Path) -> str:
-    """Return the help in a module of the command line: the strings below the fields of classes, `help=...`, and
-    the docstrings of commands, each a paragraph."""
-    found = []
+    """Return the help in a module of the command line: the strings below the fields of classes, `help=...`, the
+    docstrings of commands, the comments of EXAMPLES and the NOTES, each a paragraph."""
+    found = list[ast.AST]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
             found += [body.value for body in node.body[1:] if isinstance(body, ast.Expr)]
@@ -57,6 +57,10 @@ def help_texts(file: Path) -> str:
             found.append(node.value)
         if isinstance(node, ast.FunctionDef) and node.name == "command" and isinstance(node.body[0], ast.Expr):
             found.append(node.body[0].value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOTES":
+            found += ast.walk(node.value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXAMPLES":
+            found += map(ast.Constant, re.findall("  # (.*)", ast.literal_eval(node.value)))
     return "\n\n".join(e.value for e in found if isinstance(e, ast.Constant) and isinstance(e.value, str))
 
 

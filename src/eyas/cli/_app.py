@@ -5,7 +5,7 @@ It defines
 
     command        a function; its docstring is the help, its parameters are the options
     GROUP          the group of commands that it belongs to on the page of `eyas --help`
-    EXAMPLES       a command line a line, each with `  # what it is for`
+    EXAMPLES       a command line a line, each with `  # its purpose`
     NOTES          further lines of the help page
     COMMANDS       instead of `command`: subcommands by name
 

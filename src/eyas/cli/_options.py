@@ -210,7 +210,7 @@ class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOpt
     """How an answer is sampled, and where it ends; and with which adapter."""
 
     use_adapter: Annotated[str | None, "Model", "NAME"] = None
-    """Adapter to answer with; default: none."""
+    """Adapter to answer with. Default: the model without an adapter."""
 
 
 @option_group
@@ -321,7 +321,8 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 @functools.cache
 def _config_class(config: type, for_help: bool) -> type:
     shown = (
-        replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(config, described=for_help)
+        o if str(o.default) in ("None", "False", "") else replace(o, help=f"{o.help} [default: {o.shown_default}]")
+        for o in list_options(config, described=for_help)
     )
     return _options_class(shown, "Training", flags=True)
 

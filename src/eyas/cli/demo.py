@@ -57,7 +57,7 @@ EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
 eyas demo --method suffix  # another method
-eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a line
+eyas demo --prompts mine.txt --max-new-tokens 128  # your own prompts, one per line
 """
 
 
@@ -69,7 +69,7 @@ class DemoOptions:
     """The model to show: smollm2, embedded, a folder or a hub id. Default: smollm2, or embedded where
     that cannot be had."""
     prompts: Annotated[str | None, "Prompt", "FILE"] = None
-    """Prompts of yours, one a line."""
+    """Your own prompts, one per line."""
     max_new_tokens: Annotated[int, "Prompt", Parameter(validator=Number(gte=2)), "N"] = 64
     """Tokens of each answer."""
     method: Annotated[str | None, "Method", "NAME"] = None

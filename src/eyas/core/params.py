@@ -27,7 +27,7 @@ class Sampling:
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
         repetition_penalty: divides positive logits of tokens in the text; 1 = off.
         presence_penalty: subtracted from the logits of tokens in the answer; -2 to 2, 0 = off.
-        frequency_penalty: the same for each time that it occurs.
+        frequency_penalty: subtracted once for each time that a token is in the answer; -2 to 2, 0 = off.
         logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is
             nearly a ban.
         seed: same seed, same prompt, same text.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GROUP = "Answers"
 EXAMPLES = """
-eyas bench  # the embedded model, 24 prompts of ours, every method that can run
+eyas bench  # the embedded model, 24 bundled prompts, every method that can run
 eyas bench --target MODEL --draft HEAD --prompts mine.jsonl  # your model on your prompts
 eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1  # variants side by side
 eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec  # a public set from a file

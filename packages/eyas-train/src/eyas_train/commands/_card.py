@@ -103,4 +103,4 @@ def _uses(method: str, repo: str, target: str) -> str:
             export = f"eyas export {repo} --format {name} --target {model} --output {place}"
             commands = "\n".join([export, *exports.usage(method, name, place, model)])
             lines.append(f"As {name}:\n\n```\n{commands}\n```")
-    return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])
+    return "\n\n".join([*lines, "`eyas export` refuses a head that the engine would compute in another way."])

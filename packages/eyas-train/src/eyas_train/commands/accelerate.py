@@ -54,14 +54,14 @@ GROUP = "Heads"
 SHOWN_NODES = (1, 4, 8, 16, 32)
 SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
-eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
+eyas accelerate MODEL --minutes 60 --output HEAD  # with eyas' own questions
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
 eyas accelerate MODEL --dry-run  # only the plan: each step, and how long it takes
 eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the new head
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
-    "Whatever ends it, the same command goes on where it was.",
+    "After an interruption the same command goes on where it was.",
 )
 
 

@@ -51,7 +51,7 @@ RAY_ADDRESS=auto eyas features ... --workers 8  # on the cluster that this machi
 eyas features ... --part 1/4  # on the first of four machines that share a folder, or whose folders are put together
 eyas features --output FEATURES --verify  # compare every checksum
 """
-NOTES = ("Whatever ends it, whole shards stay and can be trained from; the same command makes the rest.",)
+NOTES = ("After an interruption whole shards stay and can be trained from; the same command makes the rest.",)
 AT_LEAST_3 = Parameter(validator=Number(gte=3))
 HIDDEN = Parameter(show=False)
 

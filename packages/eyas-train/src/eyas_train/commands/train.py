@@ -53,13 +53,13 @@ GRACE_SECONDS = 3.0
 EXAMPLES = """
 eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
 eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4  # several files, longer
-eyas train ... --features FEATURES  # what `eyas features` wrote, instead of --data
+eyas train ... --features FEATURES  # the folder that `eyas features` wrote, instead of --data
 torchrun --nproc-per-node 4 -m eyas train ... --accumulation 4  # on four GPUs
-eyas generate --target MODEL --draft HEAD 'Why ...'  # what it is for
+eyas generate --target MODEL --draft HEAD 'Why ...'  # then generate with the new head
 """
 NOTES = (
     'Data: {"messages": [...]} or {"conversations": [...]} a line; anything but .json, .jsonl and .ndjson is plain text.',
-    "The best data is what the target itself would say: its own answers, on prompts like yours.",
+    "The best data is the target's own answers, on prompts like yours.",
 )
 
 

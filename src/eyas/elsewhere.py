@@ -46,11 +46,11 @@ def check(kind: str, name: str, subject: str) -> None:
 
 
 def command_of(extra: str) -> str:
-    """Return the commands that install an extra: from an index, and in a clone."""
+    """Return the command that installs an extra. It runs in a clone, because eyas is on no public index."""
     folders = f"./packages/eyas-{extra}" if extra in DISTRIBUTIONS else f"'.[{extra}]'"
     if extra == "train":
         folders = f"./packages/eyas-lab {folders}"  # which it needs
-    return f"pip install 'eyas[{extra}]' (in a clone: pip install {folders})"
+    return f"pip install {folders} in a clone of eyas"
 
 
 @cache

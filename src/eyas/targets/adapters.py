@@ -280,7 +280,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise OptionError("adapters need peft: pip install 'eyas[peft]' (in a clone: pip install '.[peft]')") from error
+        raise OptionError("adapters need peft: pip install '.[peft]' in a clone of eyas") from error
     return peft
 
 

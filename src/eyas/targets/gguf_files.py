@@ -115,9 +115,7 @@ def check_gguf_packages() -> None:
     """Raise OptionError where a package that reads GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         if find_spec(package) is None:
-            raise OptionError(
-                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
-            )
+            raise OptionError(f"files in GGUF format need {package}: pip install '.[quantised]' in a clone of eyas")
 
 
 def _check(source: str | Path, gguf_file: str) -> None:

@@ -119,7 +119,7 @@ def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
     if device_map is None:
         return {}
     if find_spec("accelerate") is None:
-        raise OptionError("a device_map needs accelerate: pip install 'eyas[offload]' (in a clone: '.[offload]')")
+        raise OptionError("a device_map needs accelerate: pip install '.[offload]' in a clone of eyas")
     return {"device_map": device_map.device_map, "offload_folder": device_map.folder}
 
 

@@ -125,7 +125,7 @@ def parquet_rows(file: File) -> Iterator[bytes]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise OptionError(
-            f"{file}: files in Parquet need pyarrow: pip install 'eyas[parquet]' (in a clone: pip install '.[parquet]')"
+            f"{file}: files in Parquet need pyarrow: pip install '.[parquet]' in a clone of eyas"
         ) from error
     with read_errors(file), opened(file) as stream:
         try:

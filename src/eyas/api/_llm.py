@@ -104,6 +104,7 @@ class LLM:
             return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
+        """Return the adapter that a request names; None: the target's own. Raise OptionError for an unknown name."""
         if name is None:
             return self.target.adapter
         return self.target.with_adapter("" if name == BASE else str(name)).adapter
@@ -482,6 +483,7 @@ class Chat:
 
 
 def sampling_of(params: Keywords) -> Sampling:
+    """Return the Sampling of complete keywords. Raise OptionError for values out of range."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 

@@ -230,6 +230,8 @@ Loaded = tuple[Target, PreTrainedTokenizerBase | None]
 
 
 class TargetSettings(NamedTuple):
+    """The arguments of `load` that decide how a target is read."""
+
     tokenizer: Any
     dtype: str
     device: str
@@ -240,6 +242,7 @@ class TargetSettings(NamedTuple):
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
+    """Return a target and its tokenizer. Raise ModelError or OptionError if it cannot be read as the settings ask."""
     if settings.gguf_file is not None and (known is None or not known.takes_file):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"

@@ -282,6 +282,7 @@ def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Return a value as an int. Raise OptionError unless it is a whole number, `least` or more."""
     number = plain_number(value)
     if not _is_whole(number) or number < least:
         raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -289,6 +290,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_processors(given: Any) -> list[Any]:
+    """Return one processor, several or None as a list."""
     if given is None:
         return []
     if isinstance(given, Iterable) and not isinstance(given, str | type):
@@ -297,6 +299,7 @@ def as_processors(given: Any) -> list[Any]:
 
 
 def request_features(given: Any) -> tuple[RequestFeature, ...]:
+    """Return one feature or several as a tuple. Raise OptionError for other objects."""
     listed = tuple(given) if isinstance(given, Iterable) else (given,)
     if wrong := [each for each in listed if not isinstance(each, RequestFeature)]:
         raise OptionError(f"features are objects of subclasses of eyas.core.requests.RequestFeature, got {wrong[0]!r}")
@@ -304,6 +307,7 @@ def request_features(given: Any) -> tuple[RequestFeature, ...]:
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
+    """Return token ids of a list, tensor or array as ints. Raise OptionError for other values."""
     is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     listed = _token_ids(list(_as_lists(given))) if is_list else None
     if listed is None:
@@ -373,6 +377,7 @@ def load_keywords(options: Keywords, dtype: Any, device: Any) -> tuple[dict[str,
 
 
 def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype: "auto" for None, "float32" for torch.float32. Raise OptionError for other values."""
     if dtype is None:
         return "auto"
     if not isinstance(dtype, str | torch.dtype):
@@ -390,6 +395,7 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
+    """Return "on", "off" or "auto" for True, False or None; other values as they are."""
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "auto"}[value]
     return value

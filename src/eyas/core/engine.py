@@ -102,6 +102,7 @@ class Decoder:
 
     @property
     def finished(self) -> bool:
+        """Whether no request is queued, being read or being decoded."""
         return not self.prompts and not any(self.rows)
 
     def add(self, request: Request) -> int:

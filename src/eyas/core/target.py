@@ -192,6 +192,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self.family.layers)
 
     @property
@@ -201,6 +202,7 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
+        """Numbers of a hidden state, D."""
         return _weight(self.family.embedding).shape[1]
 
     @property

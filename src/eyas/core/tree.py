@@ -109,10 +109,12 @@ class Tree:
 
     @property
     def rows(self) -> int:
+        """B, the number of rows."""
         return self.parents_BN.shape[0]
 
     @property
     def nodes(self) -> int:
+        """N, the number of nodes of a row, padding and the root included."""
         return self.parents_BN.shape[1]
 
 

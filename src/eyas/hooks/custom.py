@@ -75,6 +75,8 @@ OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # options o
 
 @dataclass(frozen=True)
 class Settings:
+    """The head, the method and the options that an attached model drafts with."""
+
     draft: Any = None
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +135,7 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
 
 
 def forget(model: PreTrainedModel) -> None:
+    """Free the LLMs that eyas keeps for a model."""
     with _creation:
         model.__dict__.pop(ATTRIBUTE, None)
 

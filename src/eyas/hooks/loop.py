@@ -54,10 +54,12 @@ class Lockstep:
 
     @property
     def finished(self) -> bool:
+        """Whether every row has ended."""
         return all(self.ended)
 
     @property
     def needs_logits(self) -> bool:
+        """Whether the result holds scores or logits."""
         return self.wants_scores or self.wants_logits
 
     @property

@@ -37,6 +37,7 @@ ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
 
 
 def refused(name: str, why: str) -> OptionError:
+    """Return the error for a setting that eyas cannot keep. `why`: the reason, for the message."""
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 

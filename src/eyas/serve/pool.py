@@ -40,6 +40,7 @@ class DecoderPool:
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
+        """Return the Decoders that have requests."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
@@ -53,6 +54,7 @@ class DecoderPool:
         return decoder
 
     def release(self, decoder: Decoder) -> None:
+        """Give back a row that `take` returned."""
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:

@@ -252,7 +252,6 @@ class KVCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Whether each layer slides, for transformers: no layer does, because windows are masks here."""
         return [False] * (max(self._entries_of_layer, default=-1) + 1)
 
     def __len__(self) -> int:

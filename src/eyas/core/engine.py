@@ -17,9 +17,8 @@ A row that has ended meanwhile ignores the cycle that ran ahead, and its length 
 row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited for its
 predecessor. A request that enters in between joins one cycle later.
 
-This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like
-any other. Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest
-path, V vocabulary.
+This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
+Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest path, V vocabulary.
 """
 
 from __future__ import annotations

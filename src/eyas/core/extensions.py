@@ -2,10 +2,9 @@
 images, layers on several devices, quantised layers.
 
 A module in the folder eyas/targets declares an extension by a class `Extension`, a subclass of
-`TargetExtension`; an installed package by an entry point of the group "eyas.target_extensions". The
-core knows none of them by name. `Target` makes those that apply to its model, and opens their
-`TargetState`s in each of its sessions. Both base classes do nothing, so that an extension overrides only the
-methods that it needs.
+`TargetExtension`; an installed package by an entry point of the group "eyas.target_extensions". The core knows
+none of them by name. `Target` makes those that apply to its model, and opens their `TargetState`s in each of
+its sessions. Both base classes do nothing, so that an extension overrides only the methods that it needs.
 
 Letters: B rows, R rows of a forward, Q new nodes, T tokens or uncommitted nodes, P path, V vocabulary.
 """

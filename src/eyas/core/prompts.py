@@ -20,11 +20,10 @@ oldest one is. So a short prompt does not wait for a long one, and a long one ge
 whole, in order of arrival. Rows are always given away in order of arrival.
 
 **Prefixes.** Each row holds the keys and values of some text: its request's, which is in flight, or its last
-request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any
-of them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is
-copied into the empty row whose text was used least recently. Tokens that the drafter's session
-cannot copy are read again; so are those after the last known state of a target with recurrent state
-(`TargetSession.longest_known_prefix`).
+request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any of
+them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is copied into the
+empty row whose text was used least recently. Tokens that the drafter's session cannot copy are read again; so
+are those after the last known state of a target with recurrent state (`TargetSession.longest_known_prefix`).
 
 This module knows no requests' sampling, no cycles and no method.
 """

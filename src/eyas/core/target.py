@@ -12,9 +12,8 @@ A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a
 position_ids and a `KVCache` as past_key_values. The model is not patched, and features are read by
 hooks that exist only during the forward. This module knows no method and no sampling.
 
-Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes,
-the last of these T, F feature width, D hidden, V vocabulary, W width (slots that a forward attends
-to).
+Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes, the last of
+these T, F feature width, D hidden, V vocabulary, W width (slots that a forward attends to).
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ class Runner(Protocol):
 
     @property
     def backend(self) -> Backend | None:
-        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is
-        compiled."""
+        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is compiled."""
         ...
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
@@ -424,8 +422,7 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: OnLogits | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the
-        last token.
+        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
 
         Args:
             on_logits: called with all logits [T, V] of each chunk and the position of its first
@@ -562,8 +559,7 @@ class TargetSession:
         return max_length
 
     def truncate(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has
-        returned."""
+        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has returned."""
         assert length <= self.lengths[row]
         for state in self.states:
             state.truncate(row, length, self.length_B)

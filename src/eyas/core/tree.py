@@ -17,9 +17,8 @@ in the next position and three in the one after:
           |---- 2 --- 5                     4  x x     x
                                             5  x   x     x
 
-Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path
-(max depth + 1), V vocabulary, F feature width. This module knows no model, no method and no
-sampling.
+Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path (max depth
++ 1), V vocabulary, F feature width. This module knows no model, no method and no sampling.
 """
 
 from __future__ import annotations

@@ -126,9 +126,8 @@ class EagleMethod(DraftMethod):
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if
-        the runner compiles nothing, if kernels compute the layer, or if there are several
-        layers."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner
+        compiles nothing, if kernels compute the layer, or if there are several layers."""
         backend = self.target.runner.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
         if backend is None or by_kernels or self.layers > 1:

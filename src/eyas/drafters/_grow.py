@@ -1,5 +1,4 @@
-"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and static trees
-(`grow_static`).
+"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and static trees (`grow_static`).
 
 Both work on a `DraftNetSteps`: functions of the draft net for one cycle. `forward_pending` lets the net read
 the newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes
@@ -18,9 +17,8 @@ next token is the argmax of log p + g and not random. Only the draft's error, lo
 these errors are modelled as Gumbel variables of scale T, then the child x is the argmax with probability
 softmax((log q + g) / T). T is `confidence_temperature`; T = 1 without noise is the paper's rule.
 
-Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
-nodes, N nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the
-draft.
+Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted nodes, N
+nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the draft.
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ class FusedTreeBuilder(Protocol):
 
     @property
     def fuses_features(self) -> bool:
-        """Whether it reads the target's features; False: it reads the output of the net's
-        `fuse`."""
+        """Whether it reads the target's features; False: it reads the output of the net's `fuse`."""
         ...
 
     def suits(self, cycle_input: CycleInput) -> bool:
@@ -196,10 +193,9 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
     """Grow EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
 
-    A node's value is the product of the confidences along its path. At every level the `branch`
-    best new nodes get `branch` children each; at the end the `nodes - 1` best of all nodes are
-    kept. Ties go to the shallower node, then to the one drafted earlier. `cycle_input.tree_size`
-    may ask for a smaller tree than the options.
+    A node's value is the product of the confidences along its path. At every level the `branch` best new nodes
+    get `branch` children each; at the end the `nodes - 1` best of all nodes are kept. Ties go to the shallower
+    node, then to the one drafted earlier. `cycle_input.tree_size` may ask for a smaller tree than the options.
     """
     if cycle_input.tree_size is not None:
         tree = replace(tree, **cycle_input.tree_size.within(tree.size)._asdict())

@@ -194,7 +194,7 @@ def _show(prospect: Prospect) -> None:
             f"{plan.trained_tokens:,} tokens in {plan.passes} passes, {speeds.train_rate:,.0f} tokens/s",
             plan.training_seconds,
         ),
-        ("bench", f"{plan.bench_questions} other questions, drafts beside none", plan.bench_seconds),
+        ("bench", f"{plan.bench_questions} other questions, with drafts and without", plan.bench_seconds),
         ("together", "", plan.seconds),
     ]
     title = f"{prospect.target}: a head of {prospect.method}"

@@ -42,8 +42,18 @@ def front() -> Iterator[str]:
     assert not sums["logits"]["different"] + sums["answers"]["different"], "the README says that none differs"
 
 
+def quality() -> Iterator[str]:
+    """Yield the table of rounded weights."""
+    labels = {"int8": "eyas int8", "q8_0": "llama.cpp q8_0", "int4": "eyas int4", "q4_0": "llama.cpp q4_0"}
+    for row in record("quality_smollm2")["rows"][1:]:
+        digits, (ratio, low, high) = 3 if row["weights"] in ("int8", "q8_0") else 2, row["over_exact"]
+        interval = f"{ratio:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        yield line(labels[row["weights"]], [interval, f"{100 * row['same_token']:.0f} %"])
+
+
 def rounded() -> Iterator[str]:
     """Yield the statement about rounded weights on the page of models and machines."""
+    yield from quality()
     gains = [head_of(f"smollm2_{w}_avx512", t)["speedup"] for t in (0, 1) for w in ("int8", "int4")]
     yield "{:.1f} times in int8, {:.1f} in int4; when sampling at temperature 1 {:.1f} and {:.1f}".format(*gains)
 

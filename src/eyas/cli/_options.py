@@ -53,7 +53,7 @@ def option_group(kind: type[Options], described: Mapping[str, str] = MappingProx
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         default = getattr(kind, name, None)
         settings = {"help": described[name]} if name in described else {}
-        shown = default is not None and default is not False and default != ()
+        shown = isinstance(default, int | float | str) and not isinstance(default, bool) and default != ""
         kind.__annotations__[name] = annotate(annotation, show_default=shown, **settings)
     return Parameter(name="*")(kind)
 
@@ -75,7 +75,7 @@ def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
     return decorate
 
 
-AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
+AS_JSON = Annotated[bool, "Output", Parameter(name="--json", show_default=False, help="Print JSON as the last line.")]
 VERBOSE = Annotated[bool, "Machine", Parameter(help="Show the output of the libraries, too.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,

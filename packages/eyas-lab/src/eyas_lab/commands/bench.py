@@ -65,11 +65,11 @@ class BenchOptions:
     prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Your own prompts, instead of --tasks."""
     limit: Annotated[PositiveInt | None, "Prompt", "N"] = None
-    """Most prompts of all sets together."""
+    """Largest number of prompts, all sets together."""
     temperature: Annotated[tuple[float, ...], "Sampling"] = (0.0,)
-    """0: greedy; several may be given."""
+    """Temperature; 0 is greedy. May be given several times. Default: 0."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 128
-    """Tokens of an answer, at most."""
+    """Longest answer in tokens."""
     output: Annotated[str, "Output", "FOLDER"] = "out/bench"
     """Answers, summary and report."""
     restart: Annotated[bool, "Output"] = False

@@ -77,7 +77,7 @@ def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     looks at one answer."""
     page = open_page(address)
     fill(page, {"System prompt": "Be brief.", "Temperature": "0.5", "Top k": "40", "Seed": "7", "Max tokens": "12"})
-    page.get_by_label("Drafts").select_option("suffix")
+    page.get_by_label("Drafting").select_option("suffix")
     ask(page, "Hello")
     ask(page, "And then?")
     answer = page.locator(".answer").first

@@ -126,6 +126,14 @@ class TargetOptions:
     verbose: VERBOSE = False
 
 
+@option_group
+class ExactTarget(TargetOptions):
+    """A target whose features are read. Options that round it are refused, so the help does not show them."""
+
+    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], Parameter(show=False)] = "exact"
+    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], Parameter(show=False)] = "exact"
+
+
 DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",

@@ -28,6 +28,7 @@ from eyas.cli._options import (
     BenchMethodOptions,
     ConfigOptions,
     DraftOptions,
+    ExactTarget,
     FilterOptions,
     MethodOptions,
     SamplingOptions,
@@ -38,8 +39,8 @@ from eyas.cli._options import (
 from eyas.cli._show import ProgressBar, print_table, progress_bar
 
 __all__ = [
-    "AS_JSON", "DRAFT_WEIGHTS", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "FileRun",
-    "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "ProgressBar", "Results", "SamplingOptions",
+    "AS_JSON", "DRAFT_WEIGHTS", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "ExactTarget",
+    "FileRun", "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "ProgressBar", "Results", "SamplingOptions",
     "TargetOptions", "TrainMethodOptions", "UsageError", "cores_for", "differences", "interruptible", "load",
     "need_packages", "need_tokenizer", "note", "note_no_head", "on_cluster", "option_group", "parse",
     "print_table", "problem", "progress_bar", "quiet", "read_tasks", "sampling_of", "spread",

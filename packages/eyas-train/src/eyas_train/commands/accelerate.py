@@ -26,7 +26,6 @@ from eyas.cli.tools import (
     AS_JSON,
     DraftOptions,
     SamplingOptions,
-    TargetOptions,
     UsageError,
     interruptible,
     load,
@@ -42,7 +41,7 @@ from eyas_lab.commands import bench
 from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
 from eyas_train.commands._data import check_files
-from eyas_train.commands._targets import check_exact, load_target
+from eyas_train.commands._targets import ExactTarget, check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -90,7 +89,7 @@ def command(
     /,
     *,
     job: AccelerateOptions,
-    model: TargetOptions,
+    model: ExactTarget,
 ) -> None:
     """Make a model faster: train a draft head for it in a given time."""
     model = _check(target, job, model)
@@ -118,7 +117,7 @@ def command(
         print(json.dumps({name: value for name, value in report.items() if name != "text"}))
 
 
-def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> TargetOptions:
+def _check(target: str | None, job: AccelerateOptions, model: ExactTarget) -> ExactTarget:
     """Return the options of the target, its name included. Refuses bad input before anything is loaded."""
     from eyas_train.accelerate.prospect import METHODS
 
@@ -133,7 +132,7 @@ def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> 
     return replace(model, target=target or model.target)
 
 
-def _settings(job: AccelerateOptions, model: TargetOptions) -> dict[str, Any]:
+def _settings(job: AccelerateOptions, model: ExactTarget) -> dict[str, Any]:
     """Return what must be equal for a run to go on."""
     from eyas_train.data import data_hash
 
@@ -153,7 +152,7 @@ def _look(models: Models, material: Material, job: AccelerateOptions) -> Prospec
 class Models:
     """The target as it answers, and as it is read for training. One of them is in memory at a time."""
 
-    def __init__(self, model: TargetOptions) -> None:
+    def __init__(self, model: ExactTarget) -> None:
         self.model = model
         self.loading_seconds = 0.0  # time that the last load took
         self._loaded: tuple[str, LLM] | None = None
@@ -215,7 +214,7 @@ def _show(prospect: Prospect) -> None:
 class Run:
     """A run in its folder, which may have begun earlier."""
 
-    def __init__(self, job: AccelerateOptions, model: TargetOptions, folder: Path, journal: Journal) -> None:
+    def __init__(self, job: AccelerateOptions, model: ExactTarget, folder: Path, journal: Journal) -> None:
         self.job = job
         self.models = Models(model)
         self.folder = folder

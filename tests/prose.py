@@ -65,16 +65,12 @@ def help_texts(file: Path) -> str:
 
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
-    """Yield the docstrings of a module and of its public classes and functions. Each entry of a section becomes a
-    paragraph; drawings and tables, which are indented, are left out."""
-    nodes: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
-    while nodes:
-        node = nodes.pop()
-        text = SECTION.sub(_entries, ast.get_docstring(node) or "")
-        yield re.sub(r"^ {4}.*$|^\S.*\S {2,}\S.*$", "", text, flags=re.MULTILINE)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner = (n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
-            nodes += [n for n in inner if not n.name.startswith("_") or n.name == "__init__"]
+    """Yield the docstrings of a module and of its classes and functions. Each entry of a section becomes a paragraph;
+    drawings and tables, which are indented, are left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = SECTION.sub(_entries, ast.get_docstring(node) or "")
+            yield re.sub(r"^ {4}.*$|^\S.*\S {2,}\S.*$", "", text, flags=re.MULTILINE)
 
 
 def _entries(section: re.Match[str]) -> str:

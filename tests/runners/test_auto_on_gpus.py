@@ -114,5 +114,7 @@ def test_no_sum_has_one_order_on_a_gpu() -> None:
 def test_fp8_needs_eyas_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the line that says what to install."""
     monkeypatch.setattr(runners, "_multiplies_fp8", lambda device: True)
-    with pytest.raises(OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install ./packages/eyas-gpu"):
+    with pytest.raises(
+        OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install ./packages/eyas-gpu"
+    ):
         runners.with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "off", draft_weights="fp8")

@@ -78,7 +78,7 @@ def _shown(size: Any) -> str:
 
 
 def _sizes(head: EagleMethod) -> dict[str, Any]:
-    """Return what sessions, and copies of the weights, rely on."""
+    """Return the properties that sessions, and copies of the weights, rely on."""
     architecture = getattr(head.net, "architecture", None)
     tensors = {name: (tuple(value.shape), value.dtype) for name, value in head.net.state_dict().items()}
     return {

@@ -167,7 +167,7 @@ class AdaptiveController:
 
     @cached_property
     def _remembered(self) -> Remembered:
-        """What an earlier process learnt; read once, before the first plan."""
+        """The knowledge of an earlier process; read once, before the first plan."""
         found = None if self._memory is None else self._memory.read()
         if found is None:
             return Remembered()

@@ -295,7 +295,7 @@ class LLM:
         return self._request(_single(prompt), system, params)
 
     def _request(self, prompt: Prompt, system: str | None, params: Keywords) -> tuple[Request, TextReader]:
-        """Return what `request` returns, for a prompt of `as_prompts` and all keywords."""
+        """Return the result of `request`, for a prompt of `as_prompts` and all keywords."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -451,7 +451,8 @@ class Chat:
     def _begin(
         self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
     ) -> tuple[Stream, Callable[[], None]]:
-        """Return the stream of an answer, and what appends it to the conversation, if the stream does not."""
+        """Return the stream of an answer, and a function that appends it to the conversation, if the stream
+        does not."""
         if (streaming := self._streaming()) is not None and streaming._open:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written

@@ -262,7 +262,7 @@ def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings
 
 
 def _read(source: Source, settings: TargetSettings) -> Loaded:
-    """Read a folder, or what is at a hub id; or finish a model that a plug has made."""
+    """Read a folder or a hub repository, or finish a model that a plug has made."""
     place, trust = source.place, settings.trust_remote_code
     if isinstance(place, PreTrainedModel):
         device = torch.device(pick_device(settings.device))

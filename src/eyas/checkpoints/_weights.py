@@ -125,8 +125,8 @@ def _published(place: Path) -> Published:
 
 
 def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the frequencies of RoPE, which config.json gives, and without the
-    prefix "model." of a head that was saved from within a model (a whole model has no fc)."""
+    """Return the tensors without the frequencies of RoPE, which config.json gives. They also lose the prefix
+    "model." of a head that was saved from within a model (a whole model has no fc)."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if "model.fc.weight" not in kept or any(f"model.{name}" in kept for name in kept):
         return kept

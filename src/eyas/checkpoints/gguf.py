@@ -325,9 +325,9 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
 def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
     """Return the llama3 scaling whose frequencies are divided by these factors [h/2]. The file holds no more of it.
 
-    With wavelengths w, factors are 1 / ((1 - s) / factor + s), where s = (length / w - low) / (high - low), cut to 0
-    ... 1. Only the ratios of length, low and high matter, so low is 1. Raise CheckpointError for factors of another
-    form."""
+    With wavelengths w, factors are 1 / ((1 - s) / factor + s). Here s = (length / w - low) / (high - low), cut
+    to 0 ... 1. Only the ratios of length, low and high matter, so low is 1. Raise CheckpointError for factors
+    of another form."""
     theta, width = float(file.get("ARCH.rope.freq_base", 10000.0)), 2 * len(factors)
     turns = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / w
     factor = float(factors.max())

@@ -73,7 +73,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Head:
 
 
 def _with_defaults(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the config of a layer, with transformers' defaults for what the library leaves out."""
+    """Return the config of a layer, with transformers' defaults for settings that the library leaves out."""
     from transformers import AutoConfig
 
     try:

@@ -52,7 +52,7 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Return the module of each command, by the command's name; those of this folder come before others."""
+    """Return the module of each command, by the command's name; this folder's come first."""
     others = {point.name: point.value for point in entry_points(group="eyas.commands")}
     files = [
         m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name[0] != "_" and m.name != "tools"

@@ -147,7 +147,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Keep the interpreter from writing at its end what could not be written now."""
+    """Keep the interpreter from writing at its end the output that could not be written now."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

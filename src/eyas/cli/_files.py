@@ -202,7 +202,7 @@ class Results:
                 raise
 
     def _read(self, path: Path) -> None:
-        """Learn what is done already; cut off half a line at the end."""
+        """Learn which tasks are done already; cut off half a line at the end."""
         end = 0
         with open(path, "rb") as stream:
             for number, raw in enumerate(stream, start=1):

@@ -116,7 +116,7 @@ def _own_prompts(path: str | None) -> Sequence[str]:
 
 
 def _target(job: DemoOptions) -> str:
-    """Return what is shown: the named model, ours, or the embedded one where ours cannot be had."""
+    """Return the model to show: the named one, SmolLM2, or the embedded one where SmolLM2 cannot be had."""
     from eyas import named
 
     if job.target is not None:
@@ -189,7 +189,7 @@ class Demo:
             self._compare(name, answer, plain, token_ids)
 
     def _race(self, lanes: Sequence[Lane]) -> None:
-        """Run a cycle of the lane whose clock is behind, again and again; live on a terminal."""
+        """Run a cycle of the lane with less time on its clock, again and again; live on a terminal."""
         from rich.columns import Columns
         from rich.live import Live
 

@@ -68,7 +68,8 @@ def _fitting(model: str) -> list[FittingHead]:
 
 
 def _config(model: str) -> Fields:
-    """Return the text config of a model; empty where it cannot be had: then its name alone says what fits."""
+    """Return the text config of a model; empty where it cannot be had: then its name alone decides which heads
+    fit."""
     from transformers import AutoConfig
 
     try:

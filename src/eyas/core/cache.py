@@ -80,7 +80,7 @@ class LayerCache:
 
 
 def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values in the cache's dtype, if that holds them exactly: a forward that runs under autocast by itself,
+    """Return keys or values in the cache's dtype, if that holds them exactly. A forward under its own autocast,
     as accelerate's mixed precision makes it, has narrower ones than its weights."""
     if states.dtype != dtype and torch.promote_types(states.dtype, dtype) != dtype:
         raise ModelError(

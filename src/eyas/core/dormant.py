@@ -12,13 +12,12 @@ A method that drafts from the text alone, as a fallback does, may be given a cho
 (`Decision.chooser`): it drafts in every cycle. The chooser decides which of its nodes are verified. If it takes
 none of a fallback's, the cycle may be the method's (`Decision.otherwise`).
 
-While the method's session is dormant, accepted tokens and their features are stored here, and so is
-the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
-its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row
-for which `MAX_STORED_TOKENS` tokens are stored is read at once, and a longer prompt is not stored
-at all. So memory is bounded, no call takes long, and later drafts are the same as without the
-pause. A row whose request has ended is read too if the session has drafted for it. `prefill` continues after
-its last `commit`, and the next `commit`, made for all rows, overwrites that state.
+While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a
+new row. Before the session drafts again, or when a new prompt shares a prefix with its text (`truncate`), it reads
+the stored tokens with `prefill`, in one call for each row. A row for which `MAX_STORED_TOKENS` tokens are stored is
+read at once, and a longer prompt is not stored at all. So memory is bounded, no call takes long, and later drafts
+are the same as without the pause. A row whose request has ended is read too if the session has drafted for it.
+`prefill` continues after its last `commit`, and the next `commit`, made for all rows, overwrites that state.
 
 A request without drafts (`Request.drafting`) makes its row plain in every cycle. The policy is not asked about
 cycles in which all rows are plain for that reason.
@@ -384,7 +383,7 @@ class DormantSession(DraftSession):
             self.fallback.session.end(row)
 
     def _wake(self, cycle_input: CycleInput) -> None:
-        """Let the session read what it missed in every row that it drafts for, or has drafted for."""
+        """Let the session read the tokens that it missed in every row that it drafts for, or has drafted for."""
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:

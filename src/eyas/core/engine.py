@@ -186,8 +186,8 @@ class Decoder:
         return _Launched(cycle_input, cycle, tuple(self.rows))
 
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
-        """Launch the cycle after `last` for the same rows, if nothing that the host must read first
-        decides about it; not if a row may reach its length in `last`, or has entered or left."""
+        """Launch the cycle after `last` for the same rows, if nothing that the host must read first decides
+        about it. Do not if a row may reach its length in `last`, or has entered or left."""
         max_emitted = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= max_emitted for row in self.rows if row):
             return None

@@ -4,8 +4,7 @@ Each runner has its operations (`Runner.ops`): runners/cpu_ops.py has the CPU ke
 eyas-gpu has the GPU kernels'. Every implementation must return the results of this
 one: the same draws, paths and caches.
 
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D
-hidden, F feature width.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D hidden, F feature width.
 """
 
 from __future__ import annotations

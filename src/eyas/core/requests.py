@@ -119,8 +119,7 @@ class Step:
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """Raise InputError if a request could not be served at any length; `vocab`: size of the target's
-    vocabulary."""
+    """Raise InputError if a request could not be served at any length; `vocab`: size of the target's vocabulary."""
     if not request.prompt:
         raise InputError("the prompt is empty: give at least one token")
     biased = (token for token, _ in request.sampling.logit_bias)

@@ -3,10 +3,9 @@
     prompt -> prefill -> [ draft  ->  forward of the target  ->  verify  ->  commit ]*
                            Draft      TargetOutput               Verdict
 
-A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the
-parent of each node; depths, ancestor mask and paths follow from the parents. Node 0 is the root:
-the newest token, already emitted and not yet in the target's cache. This example has two tokens
-in the next position and three in the one after:
+A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the parent of each node;
+depths, ancestor mask and paths follow from the parents. Node 0 is the root: the newest token, already emitted and
+not yet in the target's cache. This example has two tokens in the next position and three in the one after:
 
     node      0   1  2  3  4  5            mask (row attends to column)
     parent   -1   0  0  1  1  2                0 1 2 3 4 5

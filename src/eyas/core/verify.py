@@ -169,7 +169,7 @@ def _verify_block(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:
     """Verify a block: test every prefix of the chain with a uniform number of its own, and accept the longest that
-    passes. w, left and passes are the words at the top of this file. Returns as `_verify_sampled`.
+    passes. The words w, left and passes are explained at the top of this file. Returns as `_verify_sampled`.
 
     The numbers are keyed by (position of the root, length of the prefix). If they were keyed by a
     token's absolute position, the next cycle would read the numbers of the failed longer prefixes

@@ -341,7 +341,7 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 1
 
     def _read_ranges(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
+        """Yield the ranges [begin, end) of pairs to read, of the pairs from `first` to `end` - 1."""
         skip_begin, skip_end = self.unread_range[row]
         for begin, stop in ((first, min(end, skip_begin)), (max(first, skip_end, skip_begin), end)):
             if begin < stop:

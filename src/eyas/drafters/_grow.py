@@ -211,7 +211,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
 
 @dataclass
 class _Grower:
-    """A dynamic tree while it grows, level by level, with what is needed at the nodes whose children are drafted next."""
+    """A dynamic tree while it grows, level by level, with the state of the nodes whose children are drafted next."""
 
     net_steps: DraftNetSteps
     cycle_input: CycleInput

@@ -131,8 +131,8 @@ def load_tensors(
 
 
 def _query_factors(net: nn.Module) -> dict[str, float]:
-    """Return parameters of queries by name, and what they are multiplied by when a net is loaded: YaRN's attention
-    factor, of queries and keys. So whatever computes the layer, kernels too, knows frequencies only."""
+    """Return parameters of queries by name, and their factors when a net is loaded: YaRN's attention factor, of
+    queries and keys. So all code that computes the layer, kernels too, knows frequencies only."""
     found = dict[str, float]()
     for path, module in net.named_modules():
         if isinstance(module, Attention) and (factor := rope_factor(module.shape)) != 1.0:

@@ -143,7 +143,7 @@ class TextSession(DraftSession):
         return self._draft(roots, guesses, cycle_input.tokens_B)
 
     def _guesses(self, row: int, cycle_input: CycleInput, least: float) -> list[Guess]:
-        """Return the guesses of one row, with those of its request's features."""
+        """Return the guesses of one row, with the guesses of its request's features."""
         own = guesses = self.indexes[row].guesses(least)
         for feature in cycle_input.features[row] if cycle_input.features else ():
             guesses = feature.guesses(guesses, self.depth, least)

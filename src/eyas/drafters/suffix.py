@@ -141,7 +141,7 @@ class SuffixAutomaton(Index):
         return short
 
     def _score(self, token: int) -> None:
-        """Count whether the longest match was followed by this token before."""
+        """Count whether this token followed the longest match."""
         match = self.link[self.last]
         if match > 0:
             self.rates.count(self.length[match], token in self.next[match])

@@ -155,7 +155,7 @@ class LLMatcher:
 
 
 def _reason(message: str) -> str:
-    """Return the part of a library's message that says what is wrong, on one line."""
+    """Return the part of a library's message that names the mistake, on one line."""
     lines = [line.strip() for line in message.strip().splitlines()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (reasons or lines or ["no reason given"])[0].rstrip(".")

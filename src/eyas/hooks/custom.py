@@ -199,7 +199,7 @@ class CustomGenerate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode; called by `generate` with what it has prepared. Returns what `generate` returns."""
+        """Decode; called by `generate` with its prepared inputs. Return the result of `generate`."""
         self.stats = ()
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
@@ -251,7 +251,7 @@ def with_stop_strings(
 
 
 def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """Return what `generate` returns. Keys and values are eyas' own, so `past_key_values` stays None."""
+    """Return the result of `generate`. Keys and values are eyas' own, so `past_key_values` stays None."""
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences

@@ -223,7 +223,7 @@ def _compile(command: list[str]) -> str:
 
 
 def _fault_of(built: Path) -> str:
-    """Return what is wrong with the library that the compiler wrote, or an empty string."""
+    """Return the fault of the library that the compiler wrote, or an empty string."""
     names = re.findall(r"^\w+ (eyas_\w+)\(", MAIN.read_text(encoding="utf-8"), re.MULTILINE)
     try:
         library = ctypes.CDLL(str(built))

@@ -136,7 +136,7 @@ def pack_gated(
 
 
 def _int4_panels(weight_OI: Tensor) -> Tensor:
-    """Return uint8 [O / P, I / 32, 18 P] for panels of P outputs: integers from -8 to 7, plus 8, two in a byte; then
+    """Return uint8 [O/P, I/32, 18P] for panels of P outputs: integers from -8 to 7, plus 8, two in a byte; then
     the scales in bfloat16.
 
     A group's scale is the one of those in CLIPPING with the least squared error.

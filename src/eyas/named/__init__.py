@@ -143,8 +143,8 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 
 def _names(target: str) -> set[str]:
-    """Return the names of a target, in lower case: its id; for a folder the id that it has in the hub's cache, and all
-    listed ids that end with the folder's name."""
+    """Return the names of a target, in lower case: its id. For a folder they are its id in the hub's cache, and
+    all listed ids that end with the folder's name."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]
@@ -187,8 +187,8 @@ def fitting_heads(target: str, config: Mapping[str, Any]) -> list[FittingHead]:
 
 
 def _bases(target: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the models that a target was made from, as far as its own files say: `base_model` of the model card in
-    its folder, and the name that its config was saved with."""
+    """Return the models that a target was made from, as far as its own files say. These are `base_model` of the
+    model card in its folder, and the name that its config was saved with."""
     names = [str(config.get("_name_or_path") or "")]
     card = Path(target) / "README.md"
     if card.is_file():

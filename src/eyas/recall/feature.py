@@ -211,7 +211,7 @@ class _Row(RowFeature):
         return False
 
     def guesses(self, own: list[Guess], depth: int, least: float) -> list[Guess]:
-        """Return the guesses of the row's own text, and those of the pool.
+        """Return the guesses from the row's own text and from the pool.
 
         Whose first token is more certain comes first; the others count for the cases in which it is wrong.
         """

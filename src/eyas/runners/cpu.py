@@ -162,7 +162,7 @@ class CpuRunner:
         return TargetOutput(*(x_MX.view(R, len(x_MX) // R, x_MX.shape[1]) for x_MX in outputs))
 
     def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
-        """Run a forward without the padding behind `inputs.counts`."""
+        """Run a forward without the padding after `inputs.counts`."""
         R, Q = inputs.tokens_RQ.shape
         places = [r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)]
         index_M = torch.tensor(places, device=inputs.tokens_RQ.device)
@@ -348,7 +348,7 @@ def _fault(layer: Any, size: LayerSizes) -> str:
 
 
 def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
-    """Return what a linear layer or a norm is, in its own words, if it is not the one of this shape (and epsilon)."""
+    """Return the description of a linear layer or a norm if it does not have this shape (and epsilon)."""
     weight = getattr(module, "weight", None)
     kind = isinstance(module, nn.Linear) or len(shape) == 1
     fits = isinstance(weight, Tensor) and weight.dtype == torch.float32 and weight.shape == shape

@@ -225,7 +225,8 @@ class Engine:
         return [*self._in_flight.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
-        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread ends."""
+        """Do the work that the event loop asks for; wait for it if nothing is to be decoded. False: the thread
+        ends."""
         wait = idle = not self._waiting and not self._in_flight
         if self._rest is not None and (idle or self._ended):
             self._ended = False

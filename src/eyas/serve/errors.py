@@ -180,7 +180,7 @@ def install(app: FastAPI) -> None:
 
 
 def _not_here(app: FastAPI, request: Request) -> str:
-    """Return the message for a path that is not served: what a client's base URL lacks, or has too much."""
+    """Return the message for a path that is not served: the part that a client's base URL lacks, or has too much."""
     path = request.url.path
     scope = {**request.scope, "path": f"/v1{path}"}
     if any(route.matches(scope)[0] is not Match.NONE for route in app.routes):

@@ -29,7 +29,7 @@ class TokenTexts:
 
     @cached_property
     def _in_text(self) -> list[bytes | None]:
-        """By id, what a token adds to a text; None for special tokens and ids without a token."""
+        """By id, the text that a token adds; None for special tokens and ids without a token."""
         if self._tokenizer is None:
             return [str(token).encode() for token in range(self._vocab)]
         try:

@@ -305,7 +305,7 @@ class Writer(BlockWriter):
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, int]:
-        """Return token counts. What was not read again counts apart, as with Anthropic."""
+        """Return token counts. Tokens that were not read again count apart, as with Anthropic."""
         prompt, cached = len(self.job.prompts[0]), self.totals.cached_tokens
         return {
             "input_tokens": prompt - cached,

@@ -249,7 +249,7 @@ class Writer(BlockWriter):
         }
 
     def _head(self, status: str) -> JsonObject:
-        """Return the response object without what is generated."""
+        """Return the response object without the generated items."""
         body, keywords = self.body, self.job.keywords
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
         return {

@@ -183,8 +183,8 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _make(path: Path, folder: Path) -> None:
-    """Convert into a temporary folder, which then gets its name. What a killed process left is
-    removed: whoever makes a folder holds its lock."""
+    """Convert into a temporary folder, which then gets its name. Files that a killed process left are removed:
+    the maker of a folder holds its lock."""
     for left in (folder, *folder.parent.glob(f".{folder.name}.*.tmp")):
         shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -251,7 +251,7 @@ def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> None:
-    """Add what transformers does not take from the file: digits that are split, the length of texts."""
+    """Add settings that transformers does not take from the file: digits that are split, the length of texts."""
     kind = file.get_field("tokenizer.ggml.pre")
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if kind is not None and kind.contents() in SPLITS_DIGITS and isinstance(backend.pre_tokenizer, ByteLevel):

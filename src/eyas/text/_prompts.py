@@ -132,7 +132,8 @@ def _at(now: datetime, template: str) -> str:
 
 @lru_cache(64)
 def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do."""
+    """Return the roles whose content the template reads as a list of parts, as the templates of Idefics3 and
+    Llava do."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found, word = set[str](), "Word4you"
@@ -167,7 +168,7 @@ def _as_read(message: Message, parts: bool) -> Message:
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. Where it refuses the chat or leaves text out, it gets other forms of it."""
+    """Return the template's text. Where it refuses the chat or leaves text out, it gets other forms of it."""
     from eyas.text.forms import SYSTEM, other_forms
 
     said = [_as_read(message, parts=False)["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
@@ -204,9 +205,8 @@ def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: s
 
 
 def for_template(chat: Messages, template: str) -> list[Message]:
-    """Return the checked messages as this template knows them. They are without a role "developer" that it does
-    not name, which joins the system's message before it, and with None for content that it asks about and is
-    empty."""
+    """Return the checked messages as this template knows them. They are without a role "developer" that it does not
+    name, which joins the system's message before it, and with None for content that it asks about and is empty."""
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]
     if DEVELOPER.search(template):

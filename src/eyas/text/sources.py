@@ -103,7 +103,7 @@ def package_errors(file: RemoteFile) -> Iterator[None]:
 
 
 def _repair(file: RemoteFile) -> str:
-    """Return the command that installs what reads a URL, if there is more than fsspec's own message."""
+    """Return the command that installs the reader of a URL, if there is more than fsspec's own message."""
     from fsspec.registry import known_implementations
 
     protocols = [part.partition("://")[0] for part in file.url.split("::")]

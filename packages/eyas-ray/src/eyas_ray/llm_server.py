@@ -108,7 +108,7 @@ class LLMServer:
         return self._answer("/detokenize", "Detokenize", request, raw_request_info)
 
     async def _answer(self, path: str, kind: str, request: Any, info: Any) -> Answers:
-        """Yield what the application answers to a request, in the classes of `ray.serve.llm`."""
+        """Yield the application's answer to a request, in the classes of `ray.serve.llm`."""
         from ray.llm._internal.serve.core.configs import openai_api_models as models
 
         body = request.model_dump(mode="json", exclude_unset=True)

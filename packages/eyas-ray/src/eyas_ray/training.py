@@ -141,7 +141,7 @@ def train_with(
 
 @contextmanager
 def _first_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first Ctrl-C or SIGTERM. A second one does what it did before this block."""
+    """Call `ask` at the first Ctrl-C or SIGTERM. A second one has its former effect."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 

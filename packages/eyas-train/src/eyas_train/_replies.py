@@ -192,8 +192,7 @@ def _reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _holds(text: str, message: Mapping[str, Any], template: str) -> bool:
-    """Return whether a template's text holds the words of a message, whatever the spaces between
-    them, and its calls."""
+    """Return whether a template's text holds the words of a message, with any spaces between them, and its calls."""
     if message.get("tool_calls") and "tool_calls" not in template:
         return False
     squeezed = "".join(text.split())

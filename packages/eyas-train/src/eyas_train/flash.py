@@ -124,7 +124,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return causal attention [R, H, T, h], its log-denominators [R, H, T], and what else the backward reads."""
+    """Return causal attention [R, H, T, h], its log-denominators [R, H, T], and further inputs of the backward."""
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         return out, lse, []

@@ -267,8 +267,8 @@ class _LossThroughDraftHead(torch.autograd.Function):
 
 
 def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
-    draft vocabulary [C, v], and the share of the target's distribution that is in there [C].
+    """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p over the
+    draft vocabulary [C, v]. The third value is the share of the target's distribution that is in there [C].
     """
     best_C, true_CV = true_CV.argmax(-1), _at_least_float32(true_CV)
     if draft_ids_v is None:
@@ -281,8 +281,9 @@ def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _default_chunk_elements(device: torch.device, elements_per_position: int) -> int:
-    """Return how many draft logits are in memory at a time: few launches on a GPU; on a CPU what fits its cache, but
-    at least 128 positions, since each chunk reads both LM heads (up to 4.5 times faster than chunks of 5 positions).
+    """Return how many draft logits are in memory at a time: few launches on a GPU. On a CPU they fit its cache,
+    but are at least 128 positions, because each chunk reads both LM heads (up to 4.5 times faster than chunks
+    of 5 positions).
     """
     if device.type != "cpu":
         return 1 << 26

@@ -138,8 +138,8 @@ def _fit_eagle3(method: eagle3.Method, batch: Batch) -> str:
 
 @torch.no_grad()
 def _fit_mtp(method: mtp.Method, batch: Batch) -> str:
-    """eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the target's last layer
-    behind a fit of its input predicted less (docs/lab/log.md)."""
+    """eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the target's last
+    layer after a fit of its input predicted less (docs/lab/log.md)."""
     now_M = before_others(batch.documents, batch.tokens_N.device)
     goal_MD = batch.features_NF[now_M + 1].float()
     inputs_MX = method.net.joined(batch.features_NF[now_M].float(), method.embed(batch.tokens_N[now_M + 1]).float())

@@ -164,7 +164,7 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _distributed_checkpoint() -> Any:
-    """Import torch.distributed.checkpoint, which does not declare what it exports."""
+    """Import torch.distributed.checkpoint, which does not declare its exports."""
     return import_module("torch.distributed.checkpoint")
 
 

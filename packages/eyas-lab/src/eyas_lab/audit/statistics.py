@@ -174,7 +174,7 @@ def _pairs(
 
 
 def _uniform(name: str, rows_N: np.ndarray, u_N: np.ndarray, cells: int, words: str) -> Finding | None:
-    """Test whether u is uniform in each row: what was known before it says in which row a token is."""
+    """Test whether u is uniform in each row: the row of a token depends only on the text that precedes it."""
     if not len(u_N):
         return None
     column_N = (u_N * cells).astype(int).clip(0, cells - 1)

@@ -184,7 +184,7 @@ def _fitting(bench: Bench) -> list[Prompt]:
 
 @contextmanager
 def _progress() -> Iterator[OnPrompt]:
-    """Show the prompts done, time left, what is going on; without a terminal, a line now and then."""
+    """Show the prompts done, the time left and the present work; without a terminal, a line now and then."""
     with progress_bar("prompts") as bar:
 
         def on_prompt(done: int, total: int, what: str) -> None:
@@ -225,7 +225,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
 
 
 def _refuse_others(job: BenchOptions, *groups: Any) -> None:
-    """Raise OptionError for any option but --json beside --compare, which measures nothing."""
+    """Raise OptionError for any option but --json together with --compare, which measures nothing."""
     for group in (job, *groups):
         for field in fields(group):
             if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:

@@ -199,8 +199,8 @@ def _name_of(layer: nn.Module, kind: str) -> str:
 
 
 def _output_kinds(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """Return what each part's output is: None = a tensor; n = a tuple of a tensor and n further values. Observed in
-    one pass over two tokens."""
+    """Return the kind of each part's output: None = a tensor; n = a tuple of a tensor and n further values.
+    Observed in one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:

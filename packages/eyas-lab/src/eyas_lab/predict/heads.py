@@ -136,8 +136,9 @@ def _method_of(config: Mapping[str, Any]) -> str:
 
 
 def _measured(heldout: Any) -> Acceptance | None:
-    """Return what a training measured on held-out text; None where it did not. Each depth is weighed against the
-    mean of all, as deep ones are seen rarely: after n accepted tokens, the n-th power of their mean."""
+    """Return the figures that a training measured on held-out text; None where it did not. Each depth is
+    weighed against the mean of all, as deep ones are seen rarely: after n accepted tokens, the n-th power of
+    their mean."""
     if not isinstance(heldout, dict):
         return None
     alphas = [heldout.get(f"{n}-alpha") for n in range(16)]

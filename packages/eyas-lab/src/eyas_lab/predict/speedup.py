@@ -76,7 +76,7 @@ def tau_of(size: TreeSize, acceptance: Sequence[float]) -> float:
 @lru_cache(maxsize=1024)
 def _values(depth: int, branch: int, acceptance: tuple[float, ...]) -> list[float]:
     """Return the chance of each drafted node to be accepted, largest first. Each level has `branch` children of
-    the `branch` best nodes of the level before."""
+    the `branch` best nodes of the preceding level."""
     drafted, level = list[float](), [1.0]
     for d in range(depth):
         first = acceptance[min(d, len(acceptance) - 1)]

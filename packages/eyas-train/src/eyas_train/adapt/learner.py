@@ -226,7 +226,7 @@ class Learner:
         self._optimizer.zero_grad()
 
     def _try(self) -> None:
-        """Let what was learnt draft, by turns with the weights before. A comparison that runs goes on with it."""
+        """Let the new weights draft, in alternation with the earlier ones. A comparison that runs goes on with it."""
         with torch.inference_mode(False), torch.no_grad():
             net = deepcopy(self.good.net)
             net.load_state_dict(self.student.net.state_dict())  # in the dtype of the head

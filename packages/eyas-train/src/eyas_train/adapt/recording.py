@@ -161,7 +161,7 @@ class _Row:
             self.count -= dropped
 
     def take(self) -> Text | None:
-        """Return the text, which is kept no longer; None if there is none to learn from."""
+        """Return the text and forget it; None if there is none to learn from."""
         parts, first, end = self.parts, self.first, min(self.first + self.count, len(self.text))
         self.first, self.count, self.parts = self.first + self.count, 0, []
         if not parts or not self.drafted or self.private or end <= first:

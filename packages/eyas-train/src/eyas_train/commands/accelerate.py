@@ -133,7 +133,7 @@ def _check(target: str | None, job: AccelerateOptions, model: ExactTarget) -> Ex
 
 
 def _settings(job: AccelerateOptions, model: ExactTarget) -> dict[str, Any]:
-    """Return what must be equal for a run to go on."""
+    """Return the settings that must be equal for a run to go on."""
     from eyas_train.data import data_hash
 
     data = data_hash(job.data) if job.data else "bundled"

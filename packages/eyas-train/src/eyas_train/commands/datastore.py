@@ -138,7 +138,7 @@ class _MakeReader:
     def read(
         self, tokenizer: PreTrainedTokenizerBase, lines: Iterable[tuple[str, bytes]]
     ) -> Iterator[list[list[int]] | str]:
-        """Yield the token ids of the documents of each line, or what is wrong with it."""
+        """Yield the token ids of the documents of each line, or the fault of the line."""
         from eyas_train.data import LineReader, Report
 
         reader = LineReader(tokenizer, WHOLE, Report())

@@ -207,7 +207,7 @@ def _plan(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], 
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:
-    """Tell how much space these shards take; ask when it is a lot; refuse what does not fit."""
+    """Tell how much space these shards take. Ask when it is a lot, and refuse shards that do not fit."""
     if not shards:
         return
     settings = manifest.settings
@@ -263,7 +263,7 @@ class MakeWriter:
     batch_tokens: int
 
     def __call__(self) -> Callable[[Sequence[int]], Iterator[int]]:
-        """Return what makes shards, and yields the number of each."""
+        """Return the function that makes shards, and yields the number of each."""
         from eyas_train.features import write_features
         from eyas_train.store import FeatureStore
 

@@ -190,10 +190,11 @@ class _Run(FileRun):
         return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
 
     def answer(self, replies: Replies) -> None:
-        """Answer what has no answer yet.
+        """Answer the conversations that have no answer yet.
 
         Args:
-            replies: from conversations, their number, and what is told the tokens of each cycle, to outcomes.
+            replies: from conversations, their number, and a function that is told the tokens of each cycle, to
+                outcomes.
         """
         from eyas_train.regenerate import Regenerated
 

@@ -227,7 +227,7 @@ def _module(config: Config, tensors: Tensors, file: File) -> Published:
 
 
 def _own_layers(file: File) -> int:
-    """Return how many layers the target has, without modules of multi-token prediction behind them."""
+    """Return how many layers the target has, without modules of multi-token prediction after them."""
     return int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
 
 
@@ -318,13 +318,13 @@ def fields(file: File, prefix: str = "") -> dict[str, Field]:
     }
 
 
-def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, beside: File | None = None) -> None:
+def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, other: File | None = None) -> None:
     """Write a file.
 
     Args:
         settings: by their whole names; values, or fields of another file.
         dtype: one of FILE_TYPES, for matrices; vectors, norms and routers are float32, as llama.cpp needs them.
-        beside: a file whose tensors are copied, except those that `tensors` has.
+        other: a file whose tensors are copied, except those that `tensors` has.
     """
     import gguf
 
@@ -333,7 +333,7 @@ def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, beside: F
         field = value if isinstance(value, Field) else _field(value)
         if name != ARCHITECTURE:  # the writer has written it
             writer.add_key_value(name, field.value, field.kind, field.inner)
-    for tensor in [] if beside is None else beside.reader.tensors:
+    for tensor in [] if other is None else other.reader.tensors:
         if tensor.name not in tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, values in tensors.items():

@@ -125,7 +125,7 @@ lint: $(STAMP) ## ruff, formatting, types; prints sizes
 	@$(BIN)/python -m mypy --config-file runs/mypy.ini
 	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
 	@$(BIN)/python tests/house.py
-	@echo "==> foreign English in pages and help; tests/test_prose.py fails at any"
+	@echo "==> foreign English in pages, help, docstrings, errors; tests/test_prose.py fails at any"
 	@$(BIN)/python tests/prose.py
 
 check: lint docs test ## lint, types, the site and the tests: what must pass before a branch is merged

@@ -27,6 +27,7 @@ from eyas.drafters import Drafter, find
 from eyas.errors import EyasError, InputError
 from eyas.files import write_text
 from eyas.hardware import cpu_name
+from eyas_lab.bench.card import commit
 from eyas_lab.bench.contestants import Drafting
 from eyas_lab.bench.intervals import Interval, bootstrap, difference_of_ratios, ratio, ratio_of_ratios
 from eyas_lab.bench.record import Answer
@@ -99,7 +100,7 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def machine() -> dict[str, object]:
-    """The machine, and its load just now."""
+    """The machine, its load just now, and the commit of this clone."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -107,6 +108,7 @@ def machine() -> dict[str, object]:
         "load_1min": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "commit": commit(),
     }
 
 

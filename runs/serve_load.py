@@ -70,7 +70,7 @@ def contestants(args: Any) -> list[Contestant]:
     command = shlex.join(ours).replace("'", "") + " " + args.options
     fixed = " --tree.nodes {} --tree.depth {} --tree.branch {}".format(*args.tree.split("/"))
     made = [
-        Contestant("eyas, drafts off", command, {"speculation": False}),
+        Contestant("eyas, drafts off", command, {"drafting": "off"}),
         Contestant("eyas, drafts auto", command),
         Contestant(f"eyas, drafts on ({args.tree})", command + fixed),
     ]

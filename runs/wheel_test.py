@@ -102,7 +102,7 @@ def check_running(python: str, folder: Path) -> None:
         message = eyas(*command, status=2)
         assert message.count("\n") == 1, message
         assert f"pip install 'eyas[{extra}]'" in message
-    assert "eyas[tiny]" in eyas("doctor")
+    assert "pip install ./tiny" in eyas("doctor")
     install(f"eyas[tiny] @ {wheel.as_uri()}")  # pip finds eyas-tiny in dist/
     assert json.loads(eyas("doctor", "--json"))["ok"]
     assert eyas("generate", "I would like to see a movie tonight.", "--max-new-tokens", "20").strip()

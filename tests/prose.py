@@ -1,4 +1,5 @@
-"""Foreign English in the pages and help texts, found by pattern; `tests/test_prose.py` fails at the first one.
+"""Foreign English in pages, help texts, docstrings and errors, found by pattern; `tests/test_prose.py` fails at the
+first one. It also checks the subjects of a branch's commits.
 
 python tests/prose.py            prints each sentence
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +29,9 @@ PAGES = (
     "*.md", "docs/start/*.md", "docs/guide/*.md", "docs/reference/*.md", "docs/design/*.md", "packages/*/README.md", "tiny/README.md",
     "src/eyas/cli/*.py", "packages/*/src/*/commands/*.py",
 )  # fmt: skip
+SOURCES = ("src/eyas/**/*.py", "packages/*/src/**/*.py")  # of docstrings and errors
+SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):\n((?: {4}.*(?:\n|\Z)|\n(?= {4}))+)", re.MULTILINE)
+SUBJECT = re.compile(r"[A-Z][^;]{0,70}[^;.]")  # of a commit
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -41,9 +47,9 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def help_texts(file: Path) -> str:
-    """Return the help in a module of the command line: the strings below the fields of classes, `help=...`, and
-    the docstrings of commands, each a paragraph."""
-    found = []
+    """Return the help in a module of the command line: the strings below the fields of classes, `help=...`, the
+    docstrings of commands, the comments of EXAMPLES and the NOTES, each a paragraph."""
+    found = list[ast.AST]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
             found += [body.value for body in node.body[1:] if isinstance(body, ast.Expr)]
@@ -51,12 +57,49 @@ def help_texts(file: Path) -> str:
             found.append(node.value)
         if isinstance(node, ast.FunctionDef) and node.name == "command" and isinstance(node.body[0], ast.Expr):
             found.append(node.body[0].value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NOTES":
+            found += ast.walk(node.value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXAMPLES":
+            found += map(ast.Constant, re.findall("  # (.*)", ast.literal_eval(node.value)))
     return "\n\n".join(e.value for e in found if isinstance(e, ast.Constant) and isinstance(e.value, str))
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of a module and of its classes and functions. Each entry of a section becomes a paragraph;
+    drawings and tables, which are indented, are left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = SECTION.sub(_entries, ast.get_docstring(node) or "")
+            yield re.sub(r"^ {4}.*$|^\S.*\S {2,}\S.*$", "", text, flags=re.MULTILINE)
+
+
+def _entries(section: re.Match[str]) -> str:
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(section[1]))
+    return "\n" + "\n\n".join(" ".join(entry.split()) for entry in entries) + "\n"
+
+
+def errors(tree: ast.Module) -> Iterator[str]:
+    """Yield the messages of exceptions that are raised, with `code` in place of values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in node.exc.args:
+                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+                texts = [part.value if isinstance(part, ast.Constant) else "`code`" for part in parts]
+                yield "".join(text for text in texts if isinstance(text, str))
+
+
+def subjects() -> list[str]:
+    """Return the subjects of the commits since main; none where git or main is missing."""
+    command = ["git", "log", "--no-merges", "--format=%s", "main..HEAD"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 def oddities(sentence: str) -> Iterator[str]:
     """Yield the kind of each oddity of a sentence."""
-    if len(sentence.split()) > MAX_WORDS:
+    if len(sentence.split()) > MAX_WORDS and not sentence.startswith(("Letters", "Shapes")):  # a legend
         yield "long"
     if sentence.count(";") > 1:
         yield "semicolons"
@@ -64,12 +107,21 @@ def oddities(sentence: str) -> Iterator[str]:
         yield from [kind] * len(re.findall(pattern, sentence, re.IGNORECASE))
 
 
-def places() -> Iterator[str]:
-    """Yield kind, file and sentence of each oddity in PAGES."""
+def texts() -> Iterator[tuple[Path, str]]:
+    """Yield each text that is checked, with its file."""
     for file in sorted(file for pattern in PAGES for file in ROOT.glob(pattern)):
-        text = help_texts(file) if file.suffix == ".py" else file.read_text(encoding="utf-8")
+        yield file, help_texts(file) if file.suffix == ".py" else file.read_text(encoding="utf-8")
+    for file in sorted(file for pattern in SOURCES for file in ROOT.glob(pattern)):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        yield from ((file, text) for text in (*docstrings(tree), *errors(tree)))
+
+
+def places() -> Iterator[str]:
+    """Yield kind, file and sentence of each oddity, and each subject of a commit that breaks the rules."""
+    for file, text in texts():
         for sentence in sentences(text):
             yield from (f"{kind}: {file.relative_to(ROOT)}: {sentence}" for kind in oddities(sentence))
+    yield from (f"subject: {subject}" for subject in subjects() if not SUBJECT.fullmatch(subject))
 
 
 if __name__ == "__main__":

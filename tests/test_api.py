@@ -113,11 +113,11 @@ def test_several_answers_to_a_prompt(llm: LLM) -> None:
 def test_drafts_of_one_request(llm: LLM) -> None:
     """Bug: the keywords do not reach the engine, or change the answer; False and True are numbers to Python."""
     expected = plain(llm, "Hello there", 40)
-    for draft in ("auto", True, "off", False, 0, 3):
-        result = llm.generate("Hello there", max_new_tokens=40, draft=draft)
+    for drafting in ("auto", True, "off", False, 0, 3):
+        result = llm.generate("Hello there", max_new_tokens=40, drafting=drafting)
         assert result.token_ids == expected
-        assert (result.stats.cycles == 39) == (draft in ("off", False, 0))
-        assert max(result.stats.accepted_lengths) <= (3 if draft == 3 else 40)
+        assert (result.stats.cycles == 39) == (drafting in ("off", False, 0))
+        assert max(result.stats.accepted_lengths) <= (3 if drafting == 3 else 40)
     for prediction in (expected, [*expected[:20], 7, *expected[22:]], llm.tokenizer.decode(expected), ""):  # type: ignore[union-attr]
         result = llm.generate("Hello there", max_new_tokens=40, prediction=prediction)
         assert result.token_ids == expected
@@ -374,8 +374,8 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
     ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
     ({"num_return_sequences": 3}, r"is not a keyword of eyas: write llm.generate\(prompt, n=...\)"),
     ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
-    ({"draft": "on"}, "draft must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
-    ({"draft": -1}, "draft must be auto, off or a number of draft tokens"),
+    ({"drafting": "on"}, "drafting must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
+    ({"drafting": -1}, "drafting must be auto, off or a number of draft tokens"),
     ({"prediction": "bad \ud800"}, "the prediction"),
     ({"prediction": [4000]}, "prediction: token id 4000 is outside"),
     ({"num_beams": 4}, "without beams"),

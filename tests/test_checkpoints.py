@@ -304,7 +304,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     config, tensors = published()
     del tensors["fc.bias"]
     tensors |= {"layers.0.mlp.up_proj.weight": torch.zeros(3, 8), "norm.weight": torch.zeros(8)}
-    said = refused(put(tmp_path, config, tensors), "the tensors are not what config.json says")
+    said = refused(put(tmp_path, config, tensors), "the tensors differ from config.json")
     wide = "layers.0.mlp.up_proj.weight is [3, 8] and should be [12, 8]"
     for part in ("missing fc.bias [8]", "unexpected norm.weight [8]", wide):
         assert part in said

@@ -221,7 +221,7 @@ def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatc
     monkeypatch.setattr(_build, "_processor", lambda: lines)
     assert _build.runnable_isas() == sets
     monkeypatch.setenv("EYAS_KERNELS_ISA", "x86-64-v3")
-    assert ("this processor lacks avx2" if lines else "does not say what its processor has") in reason()
+    assert ("this processor lacks avx2" if lines else "does not list its processor's features") in reason()
 
 
 def test_weights_in_huge_pages() -> None:

@@ -100,7 +100,7 @@ def test_no_module_needs_a_system() -> None:
 def test_without_the_embedded_model(tmp_path: Path) -> None:
     """Guards the one line that names the command, where a missing file used to name a path."""
     for load in (tiny.model, tiny.tokenizer):
-        said = r"^the embedded model is not installed: pip install 'eyas\[tiny\]'[^\n]*$"
+        said = r"^the embedded model is not installed: pip install \./tiny in a clone of eyas[^\n]*$"
         with pytest.raises(ModelError, match=said):
             load(tmp_path / "nowhere")
 

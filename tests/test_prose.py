@@ -1,12 +1,35 @@
-"""The pages and the help read at once: no sentence of the kinds that `tests/prose.py` finds."""
+"""Pages, help, docstrings and errors read at once: no sentence of the kinds that `tests/prose.py` finds."""
 
 from __future__ import annotations
 
+import ast
+
 import prose
 
+MODULE = '''"""Counts what it finds.
 
-def test_pages_and_help_have_no_oddity() -> None:
-    """Bug: a page or a help text slides back into long sentences and borrowed grammar."""
+    a drawing; of; what is drawn
+name.py     what the file has; and; more
+"""
+
+class Counter:
+    def count(self, size: int) -> int:
+        """Count.
+
+        Args:
+            size: that of
+                the whole.
+        """
+        raise ValueError(f"{size} is no size")
+
+    def _hidden(self) -> None:
+        """Read it behind the others."""
+'''
+
+
+def test_texts_have_no_oddity() -> None:
+    """Bug: a page, a help text, a docstring or an error slides back into long sentences and borrowed grammar, or a
+    commit's subject does not fit a line."""
     found = list(prose.places())
     assert not found, "\n".join(found)
 
@@ -19,3 +42,19 @@ def test_sentences_and_patterns() -> None:
     assert list(prose.oddities("It says what it found")) == ["what_as_noun"]
     assert list(prose.oddities("What is it?")) == []
     assert list(prose.oddities("word " * 31)) == ["long"]
+
+
+def test_docstrings_and_errors() -> None:
+    """Guards the texts of a module: docstrings with their sections, and raised errors; drawings are
+    left out."""
+    tree = ast.parse(MODULE)
+    found = [[kind for s in prose.sentences(text) for kind in prose.oddities(s)] for text in prose.docstrings(tree)]
+    assert found == [["what_as_noun"], [], ["that_of"], ["beside_behind"]]
+    assert list(prose.errors(tree)) == ["`code` is no size"]
+
+
+def test_subjects_of_commits() -> None:
+    """Guards the form of a subject: a capital, one change, at most 72 characters, no full stop."""
+    assert prose.SUBJECT.fullmatch("Load MTP heads through the common loader")
+    for wrong in ("load heads", "Load heads; save them", "Load heads.", "L" * 73):
+        assert not prose.SUBJECT.fullmatch(wrong)

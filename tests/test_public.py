@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import random
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import eyas
 import zoo
 from eyas import drafters, tiny
+from eyas.api import LOAD_KEYWORDS
+from eyas.arguments import SYNONYMS
 from eyas.cli._app import parse
 from eyas.core.engine import Decoder, Request
+from eyas.core.options import option_defaults
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from golden import needs_weights
@@ -43,12 +51,16 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(printed.split()[0]) > 1, "drafts must have been accepted"
 
 
-def commands_of(page: Path) -> list[list[str]]:
-    """The calls of eyas in the blocks of a page, as arguments."""
+def shell_lines(page: Path) -> list[str]:
+    """The lines of a page's blocks that a shell reads, without comments; a continued line is one."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     shell = "\n".join(text for kind, text in blocks if kind in ("", "sh", "bash")).replace("\\\n", " ")
-    lines = (re.sub(r"\s+#.*", "", line) for line in shell.splitlines())
-    calls = (re.match(r"(?:[A-Z_]+=\S+ )*(?:\S*/)?eyas (?=[a-z])(.*)", line) for line in lines)
+    return [re.sub(r"\s+#.*", "", line) for line in shell.splitlines()]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The calls of eyas in the blocks of a page, as arguments."""
+    calls = (re.match(r"(?:[A-Z_]+=\S+ )*(?:\S*/)?eyas (?=[a-z])(.*)", line) for line in shell_lines(page))
     return [shlex.split(call[1]) for call in calls if call and "..." not in call[1]]
 
 
@@ -61,6 +73,79 @@ def test_commands_of_the_pages(page: Path) -> None:
             parse(arguments)
         except Exception as error:  # all of them are the page's fault
             pytest.fail(f"{page.name}: eyas {shlex.join(arguments)}: {error}")
+
+
+def faults_of(line: str) -> Iterator[str]:
+    """What a line of a shell names that the repository does not have: targets of make, scripts, extras, folders."""
+    words = shlex.split(line)
+    if words[:1] == ["make"] and not re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        yield f"make has no target {words[1]}"
+    if words[:1] == ["python"] and words[1].endswith(".py"):
+        script = ROOT / words[1]
+        options = [word for word in words[2:] if word.startswith("--")]
+        source = script.read_text() if script.exists() else ""
+        yield from (
+            f"{words[1]} has no {option}" for option in ["", *options] if option[2:] not in source or not source
+        )
+    if words[:2] == ["pip", "install"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for word in words[2:]:
+            folder, _, named = word.rstrip("]").partition("[")
+            if folder.startswith(".") and not (ROOT / folder / "pyproject.toml").exists():
+                yield f"there is no package {folder}"
+            yield from (f"there is no extra {name}" for name in named.split(",") if name and name not in extras)
+
+
+def test_other_commands_of_the_pages() -> None:
+    """Bug: a page shows a target of make, a script, an option, an extra or a folder that is not there."""
+    lines = [(page.name, line) for page in PAGES for line in shell_lines(page)]
+    known = [(name, part) for name, line in lines for part in line.split(" && ") if re.match("make|python|pip", part)]
+    assert len(known) > 10
+    assert [(name, line, fault) for name, line in known for fault in faults_of(line)] == []
+    wrong = (
+        "make nothing",
+        "python runs/no.py",
+        "python runs/gpu.py --nothing-like-it",
+        "pip install '.[no]'",
+        "pip install ./no",
+    )
+    assert all([*faults_of(line)] for line in wrong)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
+)
+def test_names_in_the_code_of_the_pages(page: Path) -> None:
+    """Bug: code on a page imports a name or passes a keyword that eyas does not have."""
+    options = {
+        name.partition(".")[0] for name in drafters.names() for name in option_defaults(drafters.find(name).Options)
+    }
+    keywords = {
+        "load": {*LOAD_KEYWORDS, *options},
+        "generate": {*inspect.signature(eyas.LLM.generate).parameters, *SYNONYMS},
+    }
+    for code in blocks(str(page.relative_to(ROOT))):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "eyas":
+                exec(ast.unparse(node), {})
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = ast.unparse(node.func)
+                if called in ("eyas.load", "llm.generate"):
+                    assert {keyword.arg for keyword in node.keywords} <= keywords[node.func.attr], called
+
+
+@pytest.mark.slow
+@needs_weights
+def test_structured_output_runs() -> None:
+    """Guards the calls of docs/guide/structured_output.md, each in one of its forms."""
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+
+    (code,) = blocks("docs/guide/structured_output.md")
+    schema = {"enum": ["table", "movie"]}
+    exec(compile(code, "structured_output.md", "exec"), {"llm": eyas.load(), "schema": schema, "Person": Person})
 
 
 def test_variables_of_the_environment() -> None:

@@ -130,6 +130,11 @@ def test_pages_that_scripts_make(script: str, command: Any) -> None:
     assert command(script).main(["--check"]) == 0, f"run: python runs/{script}.py"
 
 
+def test_numbers_of_the_pages(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: README or the guide keeps a number that its record does not have any more."""
+    assert command("page_numbers").main([]) == 0, capsys.readouterr().out
+
+
 def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:
     """Bugs: a run goes on in the rows of other settings; what was measured is measured again."""
     common = command("_common")

@@ -1,5 +1,4 @@
-"""What other distributions of this project bring, by name: whoever uses one without its distribution reads
-which package to install.
+"""Parts of other distributions of this project, by name. The error for a missing part names the package to install.
 
 They register by entry points (groups eyas.commands, eyas.methods, eyas.formats and eyas.parts). This
 module imports none of them.
@@ -39,7 +38,7 @@ def check(kind: str, name: str, subject: str) -> None:
 
     Args:
         kind: a key of a distribution, such as "commands".
-        subject: what is asked for, for the message.
+        subject: the wanted part, for the message.
     """
     for extra, kinds in DISTRIBUTIONS.items():
         if name in kinds.get(kind, ()):
@@ -47,11 +46,11 @@ def check(kind: str, name: str, subject: str) -> None:
 
 
 def command_of(extra: str) -> str:
-    """Return the commands that install an extra: from an index, and in a clone."""
+    """Return the command that installs an extra. It runs in a clone, because eyas is on no public index."""
     folders = f"./packages/eyas-{extra}" if extra in DISTRIBUTIONS else f"'.[{extra}]'"
     if extra == "train":
         folders = f"./packages/eyas-lab {folders}"  # which it needs
-    return f"pip install 'eyas[{extra}]' (in a clone: pip install {folders})"
+    return f"pip install {folders} in a clone of eyas"
 
 
 @cache
@@ -59,7 +58,7 @@ def part(name: str, subject: str) -> Any:
     """Return the module that a distribution registers as entry point `name` of the group "eyas.parts".
 
     Args:
-        subject: what needs it, for the message.
+        subject: the command that needs it, for the message.
 
     Raises:
         OptionError: the distribution is not installed.

@@ -1,4 +1,4 @@
-"""Files that stay whole, whatever happens while they are written. `eyas.locks` is for outputs of several files.
+"""Files that stay whole even if writing them fails halfway. `eyas.locks` is for outputs of several files.
 
     write_atomically    a file is replaced as a whole: temporary name, fsync, rename
     sha256_of_file      the checksum by which a changed file is noticed; sha256_of_folder: those of all files
@@ -11,7 +11,7 @@
     to_int8, from_int8  matrices rounded to int8 with a scale for each row, and back
     user_cache          the folder of measurements and compiled kernels of this machine
 
-Else this module does not know what the files hold.
+Else this module does not know the contents of the files.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def sync_folder(folder: Path) -> None:
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text, for example of one line of a file.
 
-    Raises InputError, without a place, for every text that has none: bytes that are not UTF-8, no
-    JSON, values nested deeper than Python can read, numbers of more digits than it converts.
+    Raises InputError, without a place, for every other text: bytes that are not UTF-8, text that is not JSON,
+        values nested deeper than Python can read, numbers of more digits than it converts.
     """
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)

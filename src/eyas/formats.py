@@ -21,8 +21,7 @@ class WeightFormat:
     Attributes:
         weights: "exact": the narrowest format that holds them without loss, which is int8 with a scale
             per output, bfloat16 or float32. "int8", "bfloat16": rounded to that. "int4": rounded,
-            with a scale for every 32 inputs of an output (int8 where the number of inputs is no
-            multiple of 32).
+            with a scale for every 32 inputs of an output (int8 where the number of inputs is not a multiple of 32).
         activations: the inputs of linear layers. "exact": as exact as float32. "bfloat16" (bfloat16
             weights only) takes a third to a half of the arithmetic. "int16" and "int8" (int8 and
             int4 weights only) are multiples of 1/32,639 or 1/127 of each token's largest value and

@@ -26,7 +26,7 @@ def cpu_by_default() -> AbstractContextManager[object]:
 @contextmanager
 def plain_defaults() -> Iterator[None]:
     """Undo torch.set_default_dtype and set_default_device within this context, in which nets are made. As in
-    from_pretrained of transformers, the dtype is that of the process, so it is set for a moment only."""
+    from_pretrained of transformers, the dtype belongs to the process, so it is set for a moment only."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -40,9 +40,9 @@ def release_threads() -> None:
     """End the OpenMP threads that wait for the calling thread's next parallel region, which would
     start them again in 0.1 ms.
 
-    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the
-    cores, threads no longer spin at barriers but sleep, and a forward of another thread takes three
-    times as long. So whoever has no work left for its threads ends them.
+    GNU's OpenMP counts the threads of all callers, waiting ones too. Once they are more than the cores, threads
+    sleep at barriers instead of spinning, and a forward of another thread takes three times as long. So code
+    without further work for its threads ends them.
     """
     library = _gnu_openmp()
     if library is not None:

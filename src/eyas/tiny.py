@@ -29,9 +29,7 @@ __all__ = [
 ]
 
 PACKAGE = "eyas_tiny"
-MISSING = (
-    "the embedded model is not installed: pip install 'eyas[tiny]' (in a clone: pip install ./tiny), or name a target"
-)
+MISSING = "the embedded model is not installed: pip install ./tiny in a clone of eyas, or name a target"
 
 
 def _folder() -> Path:

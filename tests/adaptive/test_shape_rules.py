@@ -44,7 +44,7 @@ def by_the_past(world: ToyModels) -> Cut:
 
 
 def by_its_place(world: ToyModels) -> Cut:
-    """The limit of a request (`Request.draft`), of about every other prefix: at most two nodes."""
+    """The limit of a request (`Request.drafting`), of about every other prefix: at most two nodes."""
     return lambda start_B, draft: limit_nodes(draft, [2 if start % 2 else None for start in start_B.tolist()])
 
 

@@ -153,7 +153,7 @@ def test_it_is_saved_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "says"), [
     ({"target_layer_ids": None}, "has no target_layer_ids"),
     ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model.*of a kind that is not read"),
-    ({"architectures": ["Eagle3LlamaForCausalLM"]}, "if the head is one of DeepSpec, write"),
+    ({"architectures": ["Eagle3LlamaForCausalLM"]}, "If the head is one of DeepSpec, write"),
     ({"attention_bias": True}, "missing layers.0.self_attn.q_proj.bias"),
 ])  # fmt: skip
 def test_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:

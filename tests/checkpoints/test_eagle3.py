@@ -379,7 +379,7 @@ REFUSED: list[tuple[Head, str]] = [
     (specforge(**inner([])), r"layer ids \[\]; they must"),
     (vllm(**inner("1,5,9")), "layer ids '1,5,9'; they must"),
     (specforge(**inner([1, 5, 9]), eyas={"layer_ids": "outputs"}), "eyas.layer_ids 'outputs'; it must be input or output"),
-    (specforge(eyas={"feature_layers": [1, 5, 9]}), 'say what they mean: "layer_ids": "input" or "output"'),
+    (specforge(eyas={"feature_layers": [1, 5, 9]}), 'without their meaning: add "layer_ids": "input" or "output"'),
     (specforge(**inner([1, 5, 9]), eyas={"feature_layers": [1, 5, 9], "layer_ids": "input"}), "has layer ids twice"),
     (specforge(num_aux_hidden_states=5), MORE_FEATURES),
     # what is carried, and biases
@@ -447,12 +447,12 @@ def test_every_difference_is_named(tmp_path: Path, form: str) -> None:
     layer = "midlayer" if "midlayer.hidden_norm.weight" in held else "layers.0"
     up, norm = f"{layer}.mlp.up_proj.weight", f"{layer}.hidden_norm.weight"
     changed = {up: torch.zeros(3, 8), norm: None, "state": torch.zeros(1, 24)}
-    said = refused(tmp_path, (config, held), "EAGLE-3 head are not what config.json says", **changed)
+    said = refused(tmp_path, (config, held), "EAGLE-3 head differ from config.json", **changed)
     for part in (f"missing {norm} [8]", "unexpected state [1, 24]", f"{up} is [3, 8] and should be [12, 8]"):
         assert part in said
     narrow = {f"{layer}.self_attn.q_proj.weight": torch.zeros(8, 8)}  # as an EAGLE-1 layer has it
     refused(tmp_path, (config, held), r"q_proj\.weight is \[8, 8\] and should be \[8, 16\]", **narrow)
-    one = r"has one layer, .*; this file has layers\.(0, layers\.)?1"
+    one = r"has one layer, .*\. This file has layers\.(0, layers\.)?1"
     says = one if form in ("safeailab3", "specforge", "modelopt") else r"num_hidden_layers 40.*2 layers"
     refused(tmp_path, (config, held), says, **{"layers.1.mlp.up_proj.weight": torch.zeros(12, 8)})
     quantised = {"fc.weight": torch.zeros(D, 3 * D).to(torch.float8_e4m3fn)}

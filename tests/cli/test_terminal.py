@@ -205,7 +205,7 @@ def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
 def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     done = without({"fastapi"}, ("serve", "--target", tmp_path / "no model"))
     assert (done.returncode, done.stdout) == (2, "")
-    said = "eyas: error: eyas serve needs fastapi: pip install 'eyas[serve]' (in a clone: pip install '.[serve]')\n"
+    said = "eyas: error: eyas serve needs fastapi: pip install '.[serve]' in a clone of eyas\n"
     assert done.stderr == said
 
 

@@ -81,7 +81,8 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
         request = Request(PROMPTS[i % len(PROMPTS)], 28 - 2 * i, SAMPLINGS[i % len(SAMPLINGS)])
         answer = plain(target, request)
         request = replace(
-            request, draft=kind if isinstance(kind, int) or kind in ("off", "auto") else 5 if kind == "both" else "auto"
+            request,
+            drafting=kind if isinstance(kind, int) or kind in ("off", "auto") else 5 if kind == "both" else "auto",
         )
         if kind in ("prediction", "both"):
             request = wish(request, prediction=changed(answer, i))
@@ -89,9 +90,9 @@ def test_ids_with_every_wish(name: str, target: Target) -> None:
     budget, rows, seed = turn(name, CASES, ((9, 3, 1), (None, 1, 2), (None, 4, 3)))
     tokens, steps = decode(Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed)
     for number, (request, ids) in enumerate(zip(requests, tokens, strict=True), start=1):
-        if request.sampling.greedy or name not in DRAWN or prediction_of(request) or request.draft == "off":
-            expected = plain(target, wish(request, draft="auto", prediction=()))
-            assert ids == expected, f"{rows} rows, {request.draft}, {request.sampling}"
+        if request.sampling.greedy or name not in DRAWN or prediction_of(request) or request.drafting == "off":
+            expected = plain(target, wish(request, drafting="auto", prediction=()))
+            assert ids == expected, f"{rows} rows, {request.drafting}, {request.sampling}"
         own = [step for step in steps if step.request_id == number and not step.prefill]
         check_candidates(request, own)
     assert sum(step.extra.get("predicted", 0) for step in steps) > 20, "no prediction was accepted"
@@ -141,7 +142,10 @@ def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None
         drafter = right_now_and_then(name, target)
         decoder = Decoder(target, with_policy(drafter, policy), rows=2)
         with widths_of(target) as widths:
-            run(decoder, [Request((1, 2, 3), 8, draft="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), draft="off")])
+            run(
+                decoder,
+                [Request((1, 2, 3), 8, drafting="off"), Request((1, 2, 3, 4), 8, Sampling(1.0), drafting="off")],
+            )
         own_model = name == "small_model"  # its model is the target itself, and reads the prompts too
         assert sorted(widths) == [1] * 7 + [3] * (1 + own_model) + [4] * (1 + own_model)
 
@@ -149,9 +153,9 @@ def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None
 def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
     """Bug: nodes that cannot be accepted are forwarded all the same, where the tree could be smaller."""
     drafter = right_now_and_then("eagle2", target)
-    _, steps = run(Decoder(target, drafter), [Request((5,), 12, draft=3)])
+    _, steps = run(Decoder(target, drafter), [Request((5,), 12, drafting=3)])
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {4}
-    _, steps = run(Decoder(target, drafter, 2), [Request((5,), 12, draft=3), Request((11,), 12, draft=6)])
+    _, steps = run(Decoder(target, drafter, 2), [Request((5,), 12, drafting=3), Request((11,), 12, drafting=6)])
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} <= {4, 7}
 
 
@@ -251,9 +255,9 @@ def test_sampled_nodes_are_kept_by_their_place() -> None:
 def test_refusals(target: Target) -> None:
     """Bug: a wish that cannot be met is found out in the middle of decoding."""
     decoder = Decoder(target, drafters.find("vanilla")(target))
-    for draft in (0, -1, True, "on", 1.5):
-        with pytest.raises(OptionError, match="draft must be auto, off or a number of draft tokens, 1 or more; got"):
-            decoder.add(Request((1,), 5, draft=draft))  # type: ignore[arg-type]
+    for drafting in (0, -1, True, "on", 1.5):
+        with pytest.raises(OptionError, match="drafting must be auto, off or a number of draft tokens, 1 or more; got"):
+            decoder.add(Request((1,), 5, drafting=drafting))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="prediction: token id 4000 is outside the target's vocabulary"):
         decoder.add(wished((1,), 5, prediction=(1, 4000)))
     assert decoder.finished

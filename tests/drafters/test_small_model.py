@@ -186,7 +186,7 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     said = r"another vocabulary than the target: token \d+ is 'A-' there and 'a' in the target"
     with pytest.raises(CheckpointError, match=said):
         Method.from_pretrained(swapped, target)
-    said = "vocabulary of 300 tokens, the target one of 262, and without both tokenizers"
+    said = "vocabulary of 300 tokens, but the target has 262. Without both tokenizers"
     with pytest.raises(CheckpointError, match=said):
         Method.from_pretrained(folder_of(tmp_path / "without", 300, None), target)
 

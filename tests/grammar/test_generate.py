@@ -150,7 +150,7 @@ def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> N
     start, free = len(llm.ids(prompt)), llm.generate(prompt, max_new_tokens=40)
     texts = list[set[str]]()
     predictions = (list(free.token_ids), "What a day 😀😀 What time!! do")
-    for more in ({"draft": "off"}, *({"prediction": prediction} for prediction in predictions)):
+    for more in ({"drafting": "off"}, *({"prediction": prediction} for prediction in predictions)):
         seen = set[str]()
 
         def sees(ids: Tensor, scores: Tensor, seen: set[str] = seen) -> Tensor:

@@ -64,7 +64,7 @@ def test_requests_choose_by_model(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="poet"):
             ask(("baker", PROMPTS[0]))
         body = {"model": "poet", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
-        made = [server.post("/v1/completions", {**body, **more}).json() for more in ({}, {"speculation": "vanilla"})]
+        made = [server.post("/v1/completions", {**body, **more}).json() for more in ({}, {"drafting": "vanilla"})]
         assert made[0]["choices"][0]["text"] == made[1]["choices"][0]["text"]
         assert made[1]["model"] == "poet"
 

@@ -196,7 +196,7 @@ def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> No
 FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "min_tokens", "stream", "stream_options", "logprobs",
-    "top_logprobs", "prompt_logprobs", "echo", "speculation", "prediction", "cycles", "timeout", "response_format", "regex", "grammar",
+    "top_logprobs", "prompt_logprobs", "echo", "drafting", "prediction", "cycles", "timeout", "response_format", "regex", "grammar",
     "choice", "tools", "tool_choice", "ignore_eos", "suffix", "best_of", "chat_template_kwargs", "add_special_tokens",
 )  # fmt: skip
 JUNK = (None, True, False, -1, 0, 2, 10**30, -(10**30), 1.5, 1e300, -1e300, "", "x", "auto", [], [[]], {}, {"5": 1e300}, [1, "a"],
@@ -204,7 +204,7 @@ JUNK = (None, True, False, -1, 0, 2, 10**30, -(10**30), 1.5, 1e300, -1e300, "", 
 
 
 def test_every_field_with_every_kind_of_value(small: Running, http: httpx2.Client) -> None:
-    """A `speculation` of 10^30 reached torch and killed the engine, with every answer in it."""
+    """A `drafting` of 10^30 reached torch and killed the engine, with every answer in it."""
     good = {"prompt": "Hi", "max_tokens": 3, "timeout": 20}
     for field in FIELDS:
         for value in JUNK:

@@ -75,7 +75,7 @@ def test_the_bodies_of_vllm_bench_serve(server: Running, llm: eyas.LLM, path: st
 
 
 @pytest.mark.slow
-def test_figures_of_speculation(server: Running) -> None:
+def test_figures_of_drafts(server: Running) -> None:
     """The figures fit the tokens: cycles emit their accepted tokens and one more each, but for the
     last, which may be cut."""
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}
@@ -111,7 +111,7 @@ def test_figures_of_speculation(server: Running) -> None:
         (b'{"max_tokens": 1}', "prompt"), (b'{"prompt": "x", "stop": ["a", ""]}', "stop"), (b'{"prompt": "x", "stop": 5}', "stop"),
         (b'{"prompt": "x", "max_tokens": 0}', "max_tokens"), (b'{"prompt": "x", "seed": 9223372036854775808}', "seed"),
         (b'{"prompt": "x", "cycles": true}', "stream"), (b'{"prompt": "x", "suffix": "y"}', "suffix"),
-        (b'{"prompt": "x", "n": true}', "n"), (b'{"prompt": "x", "speculation": 0}', "speculation"),
+        (b'{"prompt": "x", "n": true}', "n"), (b'{"prompt": "x", "drafting": 0}', "drafting"),
     ],
 )  # fmt: skip
 def test_bodies_that_cannot_be_used(server: Running, content: bytes, words: str) -> None:
@@ -136,7 +136,7 @@ def test_a_text_about_nan(server: Running) -> None:
     [
         ("suffix", "b"), ("best_of", 4), ("top_p", 1.5), ("typical_p", 0.9), ("temperature", "hot"), ("temperature", -1),
         ("n", 0), ("n", 200), ("stop", [""]), ("stop_token_ids", ["a"]), ("logit_bias", {"a": 1}), ("echo", "x"), ("prompt", 5),
-        ("response_format", {"type": "x"}), ("regex", "(a"), ("speculation", "nothing"), ("max_tokens", -2), ("logprobs", "x"),
+        ("response_format", {"type": "x"}), ("regex", "(a"), ("drafting", "nothing"), ("max_tokens", -2), ("logprobs", "x"),
         ("return_tokens_as_token_ids", True), ("messages", [5]), ("messages", []), ("messages", [{"role": "user"}]),
         ("messages", [{"role": "nobody", "content": "x"}]), ("tools", {}), ("tool_choice", 5), ("chat_template_kwargs", 1),
         ("chat_template_kwargs", {"tokenize": False}), ("chat_template_kwargs", {"messages": []}),
@@ -429,13 +429,13 @@ def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
 
 @pytest.mark.slow
 def test_a_switch_for_drafts(server: Running) -> None:
-    """`speculation` turns drafts off or bounds them for one request; the text stays the same."""
+    """`drafting` turns drafts off or bounds them for one request; the text stays the same."""
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True}
-    values = (None, "auto", False, 2, "suffix")
-    made = {str(how): server.post(COMPLETIONS, {**asked, "speculation": how}).json() for how in values}
+    values = (None, "auto", "off", False, 2, "suffix")
+    made = {str(how): server.post(COMPLETIONS, {**asked, "drafting": how}).json() for how in values}
     assert len({one["choices"][0]["text"] for one in made.values()}) == 1
     figures = {how: one["metrics"]["speculative_decoding"] for how, one in made.items()}
-    assert figures["False"]["num_draft_tokens"] == 0
+    assert figures["off"]["num_draft_tokens"] == figures["False"]["num_draft_tokens"] == 0
     assert figures["False"]["mean_acceptance_length"] == 1.0  # a number, as vLLM's clients expect
     assert figures["2"]["num_spec_tokens"] <= 2
     assert figures["None"]["num_spec_tokens"] > 2

@@ -77,7 +77,7 @@ def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     looks at one answer."""
     page = open_page(address)
     fill(page, {"System prompt": "Be brief.", "Temperature": "0.5", "Top k": "40", "Seed": "7", "Max tokens": "12"})
-    page.get_by_label("Drafts").select_option("suffix")
+    page.get_by_label("Drafting").select_option("suffix")
     ask(page, "Hello")
     ask(page, "And then?")
     answer = page.locator(".answer").first
@@ -86,7 +86,7 @@ def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     assert kinds == ["What:prompt", " time:drafted", " do:drafted", " you:own", " want:drafted", "?:own"]
     assert page.locator(".figures").first.text_content().startswith("6 tokens \u00b7 2 cycles \u00b7 tau 2.50")
     first, second = script.bodies
-    settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_tokens": 12, "speculation": "suffix", "model": MODEL}
+    settings = {"temperature": 0.5, "top_k": 40, "seed": 7, "max_tokens": 12, "drafting": "suffix", "model": MODEL}
     assert settings.items() <= second.items()
     assert "top_p" not in second, "an empty field is the server's business"
     assert (first["stream"], first["cycles"]) == (True, True)

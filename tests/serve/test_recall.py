@@ -13,7 +13,7 @@ from eyas.recall import Pools
 from serving import Running, running
 
 SAMPLED = {"max_tokens": 60, "temperature": 1, "seed": 5}
-QUESTION: dict[str, Any] = {"prompt": "The old house by the river", "speculation": "suffix", **SAMPLED}
+QUESTION: dict[str, Any] = {"prompt": "The old house by the river", "drafting": "suffix", **SAMPLED}
 
 
 @pytest.fixture

@@ -44,10 +44,10 @@ def test_json_schema(server: Running, llm: eyas.LLM) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
-@pytest.mark.parametrize("draft", ["auto", "off"])
-def test_a_structure_ends_before_min_tokens(server: Running, draft: str) -> None:
+@pytest.mark.parametrize("drafting", ["auto", "off"])
+def test_a_structure_ends_before_min_tokens(server: Running, drafting: str) -> None:
     """Guards a complete choice while min_tokens bans every end: the request failed with drafts."""
-    fields = {"choice": ["left or right"], "min_tokens": 60, "draft": draft}
+    fields = {"choice": ["left or right"], "min_tokens": 60, "drafting": drafting}
     chat = server.client().chat.completions.create(extra_body=fields, **GREEDY)
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("left or right", "stop")
 

@@ -173,7 +173,7 @@ def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None
     for method in [name for name in (*methods.names, False) if name != "rest"]:
         drawn = isinstance(method, str) and methods.drafter(method).samples_children
         asked = [case for case in cases[:5] if not drawn or case.sampling["temperature"] == 0]
-        compare(server, asked, speculation=method)
+        compare(server, asked, drafting=method)
 
 
 @pytest.mark.exhaustive

@@ -158,7 +158,7 @@ def test_what_the_host_must_read_first(why: str) -> None:
         "logprobs": {"logprobs": 2},
         "trace": {"trace": True},
         "min_tokens": {"min_tokens": 12, "eos": frozenset([3])},
-        "limit": {"draft": 2},
+        "limit": {"drafting": 2},
     }
     request = wish(request, **changes.get(why, {}))
     steps, counts = decoded(with_policy(drafter, Fixed()) if why == "policy" else drafter, [request], True)

@@ -133,7 +133,7 @@ def test_a_new_head_without_a_restart(url: str, tmp_path: Path) -> None:
     """Guards against requests that are lost or changed while replicas take another head, and against replicas that
     are started again for it or keep the old one. Clients stream all the time; plain decoding has the same texts."""
     head = random_head(tmp_path / "head")
-    expected = {prompt: streamed(url, prompt, "plain", speculation="vanilla") for prompt in PROMPTS}
+    expected = {prompt: streamed(url, prompt, "plain", drafting="vanilla") for prompt in PROMPTS}
     own = accepted_shares(url)
     assert len(own) == 2
     assert min(own.values()) > 0.1

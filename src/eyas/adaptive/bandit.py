@@ -5,14 +5,15 @@ An arm is a way to decode a cycle (plainly, with the method's drafts ...). Its t
 drifts:  m[t + 1] = m[t] + Normal(0, drift)  and  tokens of a cycle = m + Normal(0, noise).  So the estimate of m is a
 Kalman filter. The seconds of a cycle are a median by kind of cycle.
 
-The arm with the largest upper confidence bound (mean + CONFIDENCE * deviation) / seconds is played, among those that can be
-afforded; `best` is the arm with the highest mean rate. Playing another one is a trial. The first one waits until the share
-MAX_TRIAL_SHARE of the tokens so far makes up for what it may lose. A trial ends when its upper bound is no longer the
-largest, or when it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost x tokens is repeated only after
-x / MAX_TRIAL_SHARE tokens; each failure in a row doubles that, BACKOFF times at most.
+Among the arms that can be afforded it plays the arm with the largest upper confidence bound, (mean + CONFIDENCE
+* deviation) / seconds; `best` is the arm with the highest mean rate. Playing another one is a trial. The first
+one waits until the share MAX_TRIAL_SHARE of the tokens so far makes up for its possible loss. A trial ends when
+another arm has the largest upper bound, or when it has lost MAX_TRIAL_LOSS tokens to `best`. A trial that lost
+x tokens is repeated only after x / MAX_TRIAL_SHARE tokens; each failure in a row doubles that, BACKOFF times at
+most.
 
-Arms are played in blocks of cycles, as changing them has a price: a draft model reads what it missed.
-This module knows no clock, no tree and no method.
+Arms are played in blocks of cycles, because a change costs time: a draft model first reads the tokens that it
+missed. This module knows no clock, no tree and no method.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RunningMedian:
 
 @dataclass
 class Arm:
-    """The estimated yield and cost of one way to decode. Tokens are those of one cycle and row."""
+    """The estimated yield and cost of one way to decode. Tokens are counted for one cycle and row."""
 
     mean: float  # expected tokens
     variance: float  # variance of `mean`

@@ -1,4 +1,4 @@
-"""The controller of `--tree auto`: before each cycle it decides what drafts, if anything does, and how much.
+"""The controller of `--tree auto`: before each cycle it decides which method drafts, if any, and how much.
 docs/design/controller.md describes it.
 
     base     plain decoding; where the method has a draft model, with guesses from the text (`fallback`)
@@ -6,8 +6,8 @@ docs/design/controller.md describes it.
              made so far, these guesses. Of dynamic trees it has the size with the highest expected goodput
 
 How many guesses from the text are verified is chosen in every cycle, for all rows together (nodes.py). A bandit (bandit.py)
-chooses between the two arms, by tokens a second. While a method drafts, its size is planned again at growing intervals
-(goodput.py, cost.py), and now and then a larger tree is drafted, because nothing else shows what it would yield.
+chooses between the two arms, by tokens a second. While a method drafts, its size is planned again at growing
+intervals (goodput.py, cost.py). Now and then a larger tree is drafted, because nothing else shows its yield.
 
 Each range of numbers of rows (1, 2-3, 4-7, ...) has its own bandit and tree size, as all rows share
 every forward. The estimates are kept from one request to the next. Decisions about methods that
@@ -92,8 +92,7 @@ class PromptReading:
     """Seconds that a method needs to read prompts, for each token that is decoded. Only drafting
     needs them.
 
-    Where answers are short and many rows run, this is a large part of what drafts cost, and no
-    cycle shows it.
+    Where answers are short and many rows run, this is a large part of the cost of drafts, and no cycle shows it.
     """
 
     def __init__(self) -> None:
@@ -134,7 +133,7 @@ class AdaptiveController:
         fallback: a method that `chooses_nodes`, which drafts while this one does not; None: nothing does.
         skips_padding: as `Runner.skips_padding`.
         chance: the share of first draft tokens that is assumed to be accepted, until trees have been drafted.
-        memory: keeps what was learnt for the next process; None: nothing does.
+        memory: keeps the learned figures for the next process; None: they are not kept.
         trained: the share of first draft tokens that were accepted in the head's training; a head that accepts much
             fewer gets a warning. None: it is not known.
     """
@@ -168,7 +167,7 @@ class AdaptiveController:
 
     @cached_property
     def _remembered(self) -> Remembered:
-        """What an earlier process learnt; read once, before the first plan."""
+        """The knowledge of an earlier process; read once, before the first plan."""
         found = None if self._memory is None else self._memory.read()
         if found is None:
             return Remembered()

@@ -4,7 +4,7 @@
 
 Between measured points costs are linear. With several rows, a pass has as many nodes as all rows
 together. Where trees do not grow, a cycle with the method's own tree is measured; where the text drafts, the passes
-alone. Costs serve as ratios: the controller scales them by what cycles really take.
+alone. Costs serve as ratios: the controller scales them by the measured time of cycles.
 
 Measuring takes a few seconds, on first use, and is kept in the user's cache folder. A measurement knows how busy the
 machine was and how much its repetitions differed. A doubtful one expires after DOUBTFUL_SECONDS, and

@@ -151,7 +151,7 @@ class Acceptance:
 
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """What the trees so far have shown, by depth, for `begin_with`."""
+        """The record of the trees so far, by depth, for `begin_with`."""
         return tuple(tuple(row) for row in self._sums_4E.tolist())
 
     def begin_with(self, sums: Sequence[Sequence[float]]) -> bool:
@@ -174,7 +174,7 @@ class Acceptance:
         """Add a tree that was drafted and verified.
 
         Args:
-            parents: parent of each node; -1 for the root; a parent comes before its children.
+            parents: parent of each node, which comes before its children; -1 for the root.
             values: log of the value of each node; 0 for the root.
             size: the size with which the tree was grown.
             accepted: draft tokens on the accepted path.

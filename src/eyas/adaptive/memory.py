@@ -1,4 +1,4 @@
-"""What is known about a head before it drafts here, and kept for the next process.
+"""Knowledge about a head before it drafts on this machine, kept for the next process.
 
 `Memory` is a small file in the user's cache folder for each target, head, format and machine: how the head's drafts were
 accepted, and how many tokens they brought. Without it, each process finds out again in its first hundreds of cycles
@@ -34,7 +34,7 @@ FIRST_KEPT, KEPT_EVERY = 64, 1024  # cycles until the file is first written; fro
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a controller knew when it last wrote."""
+    """The knowledge of a controller when it last wrote."""
 
     trees: tuple[tuple[float, ...], ...] = ()  # `Acceptance.sums`; empty: the method grows no trees
     # range of numbers of rows; tokens of a cycle and row in which the method drafted
@@ -65,7 +65,7 @@ class Memory(KeptFile):
         return cls.for_key("paid", cost_key(drafter) | {"memory": FORMAT, "weights": _digest(drafter)})
 
     def read(self) -> Remembered | None:
-        """Return what was kept; None without a file that can be used."""
+        """Return the kept figures; None without a file that can be used."""
         return self.load("remembered", Remembered.from_json)
 
     def is_due(self) -> bool:
@@ -100,8 +100,8 @@ def first_chance(drafter: Drafter) -> float:
 
 
 def trained_chance(drafter: Drafter) -> float | None:
-    """Return the share of first draft tokens that the target accepted on held-out texts, by the `training.json` in the
-    head's folder; None if there is none, or it does not say."""
+    """Return the share of first draft tokens that the target accepted on held-out texts, by the `training.json`
+    in the head's folder. Return None if the folder has no such file, or the file no such number."""
     source = getattr(drafter, "source", None)
     if source is None:
         return None
@@ -113,8 +113,8 @@ def trained_chance(drafter: Drafter) -> float | None:
 
 
 class AcceptanceCheck:
-    """Warns once of a head that accepts less than half of what its training measured: it is another model's, or
-    something that it reads has changed.
+    """Warns once of a head that accepts less than half of the share that its training measured: it belongs to
+    another model, or an input of it has changed.
 
     Args:
         trained: the share of first draft tokens that were accepted in training, along a chain; None: nothing is checked.

@@ -1,16 +1,16 @@
-"""How many of the nodes that could be drafted a pass verifies: all rows together, by what they are
-expected to yield and what a pass over so many tokens takes.
+"""The number of drafted nodes that a pass verifies. It is chosen for all rows together, by their expected yield
+and by the time of a pass over that many tokens.
 
 With R rows and the k most probable nodes of all rows, a cycle is expected to make
 
     rate(k)  =  (R + sum of their chances) / seconds(R + k)                tokens a second
 
 and the k of the highest rate is chosen; none, where no k is MIN_GAIN times better than plain
-decoding, or than a method that would draft otherwise. A node's chance includes those of the nodes
-above it, so a parent is never left out for its child.
+decoding, or than a method that would draft otherwise. A node's chance includes the chances of the nodes above
+it, so a parent is never left out for its child.
 
-`PassSeconds` begins with the costs that were measured (cost.py). What cycles really take corrects
-them, as the machine is busy at times, and texts grow.
+`PassSeconds` begins with the costs that were measured (cost.py). The real time of cycles corrects them, because
+the machine is busy at times and texts grow.
 
 This module knows no method. Letters: R rows, K numbers of nodes, G sizes of passes that were measured.
 """
@@ -42,11 +42,11 @@ Array = np.ndarray[Any, Any]
 class PassSeconds:
     """Seconds of a cycle by the tokens of its pass.
 
-    A cycle takes milliseconds, so it only notes what it took; corrections are made from the notes now and then.
+    A cycle takes milliseconds, so it only notes its time; now and then the notes correct the plan.
 
     Args:
         tokens: the sizes of passes that were measured, ascending.
-        seconds: what they took.
+        seconds: their time.
     """
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
@@ -65,7 +65,7 @@ class PassSeconds:
         return seconds_K
 
     def pace(self, tokens: int) -> float:
-        """Return what such passes take at present over what was measured."""
+        """Return the present time of such passes divided by the measured time."""
         return float(self(np.array(tokens)) / np.interp(tokens, self._tokens_G, self._measured_G))
 
     def choice(self, rows: int, padded: bool, rival: float = 0.0) -> NodeChoice:

@@ -104,6 +104,7 @@ class LLM:
             return self._views[adapter]
 
     def adapter_named(self, name: str | None) -> str:
+        """Return the adapter that a request names; None: the target's own. Raise OptionError for an unknown name."""
         if name is None:
             return self.target.adapter
         return self.target.with_adapter("" if name == BASE else str(name)).adapter
@@ -135,9 +136,9 @@ class LLM:
         """Answer one prompt, or each of a list of prompts, once or several times.
 
         Args:
-            prompt: a string, a list of messages, token ids (a list, a tensor [T], or what a
-                tokenizer returns), or a list of those (a tensor [B, T]). With images: messages with image
-                parts, or what the target's processor returns for one prompt (docs/guide/models.md).
+            prompt: a string, a list of messages, token ids (a list, a tensor [T], or the output of a
+                tokenizer), or a list of those (a tensor [B, T]). With images: messages with image parts, or the
+                output of the target's processor for one prompt (docs/guide/models.md).
             system: a system message, for tokenizers with a chat template.
             batch_size: answers that are decoded together when there are many. None: 1 on a CPU, 8
                 elsewhere.
@@ -149,23 +150,24 @@ class LLM:
                 dict, also with strings of digits as keys.
             min_tokens: no token that ends the answer comes before this many others.
             stop_token_ids: further tokens that end the answer.
-            logprobs: with N, `Result.logprobs` lists the log-probabilities of every new token and of the N most
-                probable tokens, from the raw logits (before penalties and temperature). 0 lists the token's own only.
+            logprobs: with N, `Result.logprobs` lists log-probabilities: of every new token and of the N most
+                probable tokens. They come from the raw logits, without penalties and temperature. 0 lists the
+                token's own only.
             prompt_logprobs: the same for the prompt's tokens. The whole prompt is then read, even if its beginning is
                 in a cache.
             stop: one stop string or several. `text` ends before the stop string; `token_ids` includes the token that
                 completed it.
             logits_processor: processors of transformers, one or several. They run once for each node of a draft tree,
                 with the node's own prefix, which is slow.
-            draft: "auto" leaves it to the drafter and the policy; "off" decodes plainly; a number is the most draft
-                tokens to verify per cycle.
+            drafting: "auto" lets the drafter and the policy decide, "off" decodes without drafts. A number
+                limits the draft tokens that are verified per cycle.
             adapter: the name of the adapter to answer with, where several were loaded; "base" is the model without
                 any. None is the same, or for a PeftModel the adapter that was active when it was loaded.
             prediction: text (or token ids) that the answer probably repeats, such as the file that
                 is to be edited. It is drafted; it changes the speed, never the answer.
-            features: what else the request asks for, each a `core.requests.RequestFeature`, such as
+            features: further wishes of the request, each a `core.requests.RequestFeature`, such as
                 `eyas.recall.Recalled` or one of your own.
-            ignore_eos: go on to max_new_tokens, whatever token ends an answer.
+            ignore_eos: go on to max_new_tokens, past tokens that end an answer.
             raw: take a string as it is, without the chat template. A BOS that it begins with is not added again.
             tools: functions that the model may call, in OpenAI's form, for the chat template.
             chat_template_kwargs: variables of the chat template, such as enable_thinking.
@@ -293,7 +295,7 @@ class LLM:
         return self._request(_single(prompt), system, params)
 
     def _request(self, prompt: Prompt, system: str | None, params: Keywords) -> tuple[Request, TextReader]:
-        """Return what `request` returns, for a prompt of `as_prompts` and all keywords."""
+        """Return the result of `request`, for a prompt of `as_prompts` and all keywords."""
         template = template_keywords(params)
         if has_media(prompt):
             head = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
@@ -308,7 +310,7 @@ class LLM:
             eos,
             reader.feed,
             min_tokens=params["min_tokens"],
-            draft=params["draft"],
+            drafting=params["drafting"],
             adapter=self.adapter_named(params["adapter"]),
             features=self._features(params, eos),
             media=prompt.media if isinstance(prompt, MediaIds) else None,
@@ -449,7 +451,8 @@ class Chat:
     def _begin(
         self, text: str, keywords: GenerateKeywords, at_end: Callable[[], None] | None
     ) -> tuple[Stream, Callable[[], None]]:
-        """Return the stream of an answer, and what appends it to the conversation, if the stream does not."""
+        """Return the stream of an answer, and a function that appends it to the conversation, if the stream
+        does not."""
         if (streaming := self._streaming()) is not None and streaming._open:
             raise InputError("the last answer is still being streamed: read it to its end, or close it")
         # a request that Ctrl-C has interrupted is nobody's, and its keys may be half written
@@ -481,6 +484,7 @@ class Chat:
 
 
 def sampling_of(params: Keywords) -> Sampling:
+    """Return the Sampling of complete keywords. Raise OptionError for values out of range."""
     return Sampling(**{f.name: plain_number(params[f.name]) for f in fields(Sampling)})
 
 

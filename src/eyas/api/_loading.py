@@ -78,12 +78,12 @@ def load(
             weights that wait in memory or on disk are fetched for each forward. Needs the extra `offload`.
         offload_folder: the folder of the weights that the map puts on "disk", if the checkpoint is not safetensors.
         trust_remote_code: whether Python code that comes with the target may run.
-        kernels: "auto" uses compiled kernels on a CPU for the model types that they support, CUDA graphs on a GPU once
-            they have given the model's own numbers there, and the model's own forward elsewhere. "on" does the same
-            for a model that you loaded, too, and warns where kernels are not used. "fixed" is "on" with kernels whose
-            sums have one order, so that ids equal plain decoding's in every dtype; it is an error where there are
-            none. "compile" is "on" with torch.compile for layers that have no kernels (on a GPU). "off" uses the
-            model's own forward.
+        kernels: "auto" uses compiled kernels on a CPU for the model types that they support. On a GPU it uses
+            CUDA graphs once they have given the model's own numbers there. Elsewhere it is the model's own
+            forward. "on" does the same for a model that you loaded, too, and warns where kernels are not used.
+            "fixed" is "on" with kernels whose sums have one order, so that ids equal plain decoding's in every
+            dtype; it is an error where there are none. "compile" is "on" with torch.compile for layers that
+            have no kernels (on a GPU). "off" uses the model's own forward.
         weights: "exact", or "bfloat16", "int8" or "int4", to which the kernels round the target's weights. That is
             faster, and the output is then the rounded model's, not the original's.
         activations: "exact", or the format to which the kernels round the inputs of linear layers: "bfloat16" with
@@ -92,12 +92,13 @@ def load(
         draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
             int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
             products. This changes guesses only, no text.
-        options: the method's own options, for example tree={"nodes": 32, "depth": 5}; options that only the second
-            method has go there. tree="auto", the default unless a tree is described, adapts the tree's size to this
-            machine and drafts nothing where that is faster. tree="fixed" keeps to the options in every cycle.
+        options: the method's own options, for example tree={"nodes": 32, "depth": 5}. Options that only the
+            second method has go there. By default, unless a tree is described, tree="auto" adapts the tree's
+            size to this machine and drafts nothing where that is faster. With tree="fixed" it keeps to the
+            options in every cycle.
 
     Raises:
-        ModelError, CheckpointError, OptionError: one line that says what is wrong and what to do.
+        ModelError, CheckpointError, OptionError: one line that names the mistake and the remedy.
     """
     device, spread = placement_of(target, device, device_map, offload_folder)
     options, dtype, device = load_keywords(options, dtype, device)
@@ -231,6 +232,8 @@ Loaded = tuple[Target, PreTrainedTokenizerBase | None]
 
 
 class TargetSettings(NamedTuple):
+    """The arguments of `load` that decide how a target is read."""
+
     tokenizer: Any
     dtype: str
     device: str
@@ -241,6 +244,7 @@ class TargetSettings(NamedTuple):
 
 
 def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings) -> Loaded:
+    """Return a target and its tokenizer. Raise ModelError or OptionError if it cannot be read as the settings ask."""
     if settings.gguf_file is not None and (known is None or not known.takes_file):
         raise OptionError(
             "gguf_file names a file of a target that eyas loads: give the target's folder or hub id with it"
@@ -260,7 +264,7 @@ def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings
 
 
 def _read(source: Source, settings: TargetSettings) -> Loaded:
-    """Read a folder, or what is at a hub id; or finish a model that a plug has made."""
+    """Read a folder or a hub repository, or finish a model that a plug has made."""
     place, trust = source.place, settings.trust_remote_code
     if isinstance(place, PreTrainedModel):
         device = torch.device(pick_device(settings.device))

@@ -29,8 +29,8 @@ def media_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> MediaIds:
     """Return the prompt that the target's processor makes of messages, by its chat template. Keywords as in
-    `text.render`. Variables of the template are booleans, and none of a processor's steps: those that the template
-    does not have go to the processor, which would read files that other values name."""
+    `text.render`. Variables of the template are booleans. The processor gets the variables that the template
+    does not have, and it would read files that other values name."""
     if not reads_media(model):
         raise InputError(f"{type(model).__name__} reads text alone: leave the images out of the messages")
     source = getattr(model.config, "name_or_path", "")

@@ -38,6 +38,7 @@ class Stats:
 
     @classmethod
     def from_totals(cls, totals: StepTotals, request: Request) -> Stats:
+        """Return the figures of a request that has ended."""
         return cls(
             cycles=totals.cycles,
             accepted_lengths=tuple(totals.accepted_lengths),
@@ -91,6 +92,7 @@ class Piece:
 
 
 def shorten(text: str) -> str:
+    """Return the beginning of a text for `repr`."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -139,6 +141,8 @@ class TextReader:
 
 
 class Answer:
+    """A request's steps so far, added up."""
+
     def __init__(self, request: Request, reader: TextReader) -> None:
         self.request = request
         self.reader = reader
@@ -148,6 +152,7 @@ class Answer:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def add(self, step: Step) -> Piece:
+        """Add one Step of the engine, and return the new piece of the answer."""
         self.totals.add(step)
         logprobs: tuple[TokenLogprobs, ...] = step.extra.get("logprobs", ())
         if "logprobs" in step.extra:

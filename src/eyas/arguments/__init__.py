@@ -1,6 +1,6 @@
-"""Turns what callers of `eyas.load` and `LLM.generate` write into plain values: tensors, arrays and tokenizer output as
-prompts, numpy numbers, one value where a list is expected, names of transformers and OpenAI that mean the same here.
-Everything else is an EyasError of one line that says what to write instead.
+"""Turns the arguments of `eyas.load` and `LLM.generate` into plain values. Callers may write tensors, arrays
+and tokenizer output as prompts, numpy numbers, one value where a list is expected, and names of transformers
+and OpenAI. Everything else is an EyasError of one line that says what to write instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eyas.files import parse_json
 from eyas.targets.pretrained import DeviceMap
 
 __all__ = [
-    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_draft",
+    "MEDIA_PARTS", "MODES", "STRUCTURE_KEYWORDS", "GenerateKeywords", "Keywords", "MediaIds", "Messages", "Prompt", "as_drafting",
     "as_logit_bias", "as_processors", "as_prompts", "as_stop_token_ids", "device_name", "dtype_name",
     "generate_keywords", "has_media", "load_keywords", "mode_of", "on_or_off", "placement_of", "plain_number",
     "request_features", "whole_number", "with_generate_keywords",
@@ -66,7 +66,7 @@ class GenerateKeywords(TypedDict, total=False):
     prompt_logprobs: int | None
     stop: str | Sequence[str] | None
     logits_processor: Processor | Iterable[Processor] | None
-    draft: str | int | bool
+    drafting: str | int | bool
     adapter: str | None
     prediction: str | Sequence[int] | None
     features: Iterable[RequestFeature]
@@ -83,7 +83,7 @@ class GenerateKeywords(TypedDict, total=False):
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(GenerateKeywords.__annotations__),
     **{field.name: field.default for field in fields(Sampling)},
-    **{"min_tokens": 0, "stop_token_ids": (), "draft": "auto", "features": (), "ignore_eos": False, "raw": False},
+    **{"min_tokens": 0, "stop_token_ids": (), "drafting": "auto", "features": (), "ignore_eos": False, "raw": False},
 }
 
 STRUCTURE_KEYWORDS = ("response_format", "regex", "grammar", "choice")  # they say which texts an answer may have
@@ -131,8 +131,8 @@ MEDIA_PARTS = ("image", "video", "audio")  # types of content parts, as the proc
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     """Return (prompts, whether a single one was given). A string, a list of messages and a list of token ids are
     single prompts; a list of those, and a tensor [B, T], are several. Tensors, arrays and the output of a tokenizer
-    become lists, without what its attention mask hides. The output of a processor for a prompt with images becomes
-    `MediaIds`."""
+    become lists, without the tokens that its attention mask hides. The output of a processor for a prompt with
+    images becomes `MediaIds`."""
     if isinstance(prompt, MediaIds) or (isinstance(prompt, Mapping) and _media_names(prompt)):
         return ([prompt], True) if isinstance(prompt, MediaIds) else _media_ids(prompt)
     prompt = _as_lists(prompt)
@@ -201,7 +201,7 @@ def _media_ids(prompt: Keywords) -> tuple[list[Prompt], bool]:
     single, ids = ids.ndim == 1, ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or len(ids) != 1:
         raise InputError(
-            f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of what it returns"
+            f"a prompt with {names[0]} comes alone: call the processor for each prompt, and give a list of its outputs"
         )
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise InputError(f"the attention mask of a prompt with {names[0]} hides tokens: make it without padding")
@@ -256,7 +256,7 @@ def generate_keywords(given: Keywords, defaults: Keywords | None = None) -> dict
     merged = DEFAULTS | dict(defaults or {}) | keywords
     if merged["max_new_tokens"] is not None:
         merged["max_new_tokens"] = whole_number("max_new_tokens", merged["max_new_tokens"])
-    merged["draft"] = as_draft(merged["draft"])
+    merged["drafting"] = as_drafting(merged["drafting"])
     merged["logit_bias"] = as_logit_bias(merged["logit_bias"])
     merged["min_tokens"] = whole_number("min_tokens", merged["min_tokens"], 0)
     merged["stop_token_ids"] = as_stop_token_ids(merged["stop_token_ids"])
@@ -282,6 +282,7 @@ def _temperature(sample: Any, given: Any, temperature: Any) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Return a value as an int. Raise OptionError unless it is a whole number, `least` or more."""
     number = plain_number(value)
     if not _is_whole(number) or number < least:
         raise OptionError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -289,6 +290,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_processors(given: Any) -> list[Any]:
+    """Return one processor, several or None as a list."""
     if given is None:
         return []
     if isinstance(given, Iterable) and not isinstance(given, str | type):
@@ -297,6 +299,7 @@ def as_processors(given: Any) -> list[Any]:
 
 
 def request_features(given: Any) -> tuple[RequestFeature, ...]:
+    """Return one feature or several as a tuple. Raise OptionError for other objects."""
     listed = tuple(given) if isinstance(given, Iterable) else (given,)
     if wrong := [each for each in listed if not isinstance(each, RequestFeature)]:
         raise OptionError(f"features are objects of subclasses of eyas.core.requests.RequestFeature, got {wrong[0]!r}")
@@ -304,6 +307,7 @@ def request_features(given: Any) -> tuple[RequestFeature, ...]:
 
 
 def as_stop_token_ids(given: Any) -> tuple[int, ...]:
+    """Return token ids of a list, tensor or array as ints. Raise OptionError for other values."""
     is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     listed = _token_ids(list(_as_lists(given))) if is_list else None
     if listed is None:
@@ -311,13 +315,13 @@ def as_stop_token_ids(given: Any) -> tuple[int, ...]:
     return listed
 
 
-def as_draft(given: Any) -> str | int:
-    """Return what a request asks of its drafts: "auto", "off" or a number of draft tokens."""
+def as_drafting(given: Any) -> str | int:
+    """Return the setting of a request for its drafts: "auto", "off" or a number of draft tokens."""
     value = plain_number(given)
     if isinstance(value, bool) or value in ("auto", "off", 0):
         return "auto" if value in (True, "auto") else "off"
     if not _is_whole(value) or value < 1:
-        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {given!r}")
+        raise OptionError(f"drafting must be auto, off or a number of draft tokens, 1 or more; got {given!r}")
     return int(value)
 
 
@@ -373,6 +377,7 @@ def load_keywords(options: Keywords, dtype: Any, device: Any) -> tuple[dict[str,
 
 
 def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype: "auto" for None, "float32" for torch.float32. Raise OptionError for other values."""
     if dtype is None:
         return "auto"
     if not isinstance(dtype, str | torch.dtype):
@@ -390,6 +395,7 @@ def device_name(device: Any) -> str:
 
 
 def on_or_off(value: Any) -> Any:
+    """Return "on", "off" or "auto" for True, False or None; other values as they are."""
     if value is None or isinstance(value, bool):
         return {True: "on", False: "off", None: "auto"}[value]
     return value
@@ -405,14 +411,15 @@ def mode_of(options: Keywords) -> tuple[str, dict[str, Any]]:
         return "fixed" if shaped else "auto", dict(options)
     if mode not in MODES:
         raise OptionError(
-            f"unknown tree {mode!r}; {near(mode, MODES)}; a tree's own options are --tree.nodes and others"
+            f"unknown tree {mode!r}; {near(mode, MODES)}. A tree's own options are --tree.nodes and others"
         )
     return mode, {name: value for name, value in options.items() if name != "tree"}
 
 
 def placement_of(target: Any, device: Any, device_map: Any, folder: Any) -> tuple[Any, DeviceMap | None]:
-    """Return the device of the whole model, or where a device map puts its parts: one of STRATEGIES, a mapping from
-    parts to devices, or the path of a JSON file that holds one. `folder`: for weights on disk."""
+    """Return the device of the whole model, or where a device map puts its parts. A device map is one of
+    STRATEGIES, a mapping from parts to devices, or the path of a JSON file with such a mapping. `folder`: for
+    weights on disk."""
     if isinstance(device_map, str) and device_map.endswith(".json"):
         try:
             device_map = parse_json(Path(device_map).read_bytes())

@@ -1,5 +1,5 @@
-"""The base of block drafters (DFlash, DFlash 2, DSpark): heads on disk, new heads, trees from the distributions of a
-block's slots, and the session, which runs the net once in every cycle.
+"""The base of block drafters (DFlash, DFlash 2, DSpark): heads on disk, new heads and trees from the
+distributions of a block's slots. The session runs the net once in every cycle.
 
 Slots count from 0, the root's. Either slot i predicts the token at its own place (the first level
 is slot 1's), or the next one (slot 0's): `from_anchor`. No tensor shows which, so the checkpoint's
@@ -155,8 +155,8 @@ class BlockMethod(DraftMethod):
         layers = tuple(config["feature_layers"])
         if max(layers) >= target.num_layers:
             raise CheckpointError(
-                f"{weights.source} reads the outputs of layers {[k - 1 for k in layers]}; the target has {target.num_layers} layers, and "
-                "the output of the last one is not read before its norm: the head was made for another model"
+                f"{weights.source} reads the outputs of layers {[k - 1 for k in layers]}; the target has {target.num_layers} layers. "
+                "The output of the last layer is not read before its norm: the head was made for another model"
             )
         block_format = BlockFormat(**{name: config[name] for name in FORMAT if name in config})
         if block_format.mask_token >= target.num_embeddings:
@@ -422,7 +422,7 @@ def embedding_table(target: Target) -> Tensor:
 
 @torch.no_grad()
 def embed_scale(target: Target) -> float:
-    """Return the factor between the target's table and what its first layer reads."""
+    """Return the factor between the target's table and the input of its first layer."""
     ids = torch.arange(min(64, target.num_embeddings), device=target.device)
     raw, read = (x.float().norm() for x in (embedding_table(target)[ids], target.embed(ids)))
     factor = float(read / raw) if raw else 1.0

@@ -4,10 +4,9 @@ of a block only.
     context   features of the committed tokens  --fc, hidden_norm-->  keys and values of every layer, computed once
     block     embeddings of [root, mask, mask, ...]  -->  layers  -->  norm  -->  hidden of each slot
 
-The queries of a block attend to the whole context and to all slots of their own block, later ones
-too; in some heads layers have a window, or see earlier slots only (`BlockFormat.visible`). The
-context has no queries: its keys and values depend on the target's features alone. This module knows
-no tree, no target and no loss.
+The queries of a block attend to the whole context and to all slots of their own block, also later ones. In some
+heads layers have a window, or see earlier slots only (`BlockFormat.visible`). The context has no queries: its
+keys and values depend on the target's features alone. This module knows no tree, no target and no loss.
 
 Letters: R rows, A blocks, n slots of a block, T tokens, N packed tokens, M slots of all blocks, K
 key-value heads, W slots of the cache, D hidden, h head size, F features.
@@ -106,8 +105,9 @@ class BlockAttention(Attention):
 
 
 class Convolution(nn.Module):
-    """Convolutions around a part of a layer, along the slots of a block (DFlash 2): a slot's channels are summed with those
-    of the slots before it. The weights are learned numbers plus what a matrix makes of the slot itself."""
+    """Convolutions around a part of a layer, along the slots of a block (DFlash 2): a slot's channels are
+    summed with the channels of the slots before it. The weights are learned numbers plus the product of a
+    matrix and the slot itself."""
 
     def __init__(self, size: int, taps: int, group: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class MarkovHead(nn.Module):
         self.after = nn.Linear(rank, draft_vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return what is added to the logits [..., V], for the ids [...] of the tokens before."""
+        """Return the addition to the logits [..., V], for the ids [...] of the preceding tokens."""
         return self.after(self.before(tokens))  # type: ignore[no-any-return]
 
 
@@ -222,7 +222,7 @@ class BlockNet(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     def context(self, features: Tensor) -> Tensor:
-        """Return what all layers make keys and values of, [..., D], for the target's features [..., F]."""
+        """Return the input of all layers' keys and values, [..., D], for the target's features [..., F]."""
         return self.hidden_norm(self.fc(features))  # type: ignore[no-any-return]
 
     def store_kv(self, context_RTD: Tensor, position_RT: Tensor, stores: Sequence[LayerCache]) -> None:

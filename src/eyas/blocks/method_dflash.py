@@ -7,8 +7,8 @@ levels of the tree.
 Slot i (1, 2, ...) predicts the token at its own place, i places after the root. A slot does not
 know the tokens between, so all nodes of a level have the same q, as with Medusa; the slots see each
 other's hidden states, though. The tree is grown level by level by EAGLE-2's rule (`_grow`) from
-these distributions, without a further pass. It is deterministic: at any temperature the tokens are
-those of plain decoding with the same seed.
+these distributions, without a further pass. It is deterministic: at any temperature the tokens equal plain
+decoding with the same seed.
 
 `_net.py` has the net, `_method.py` the session and the common part with DSpark.
 """

@@ -5,7 +5,7 @@ that makes children depend on their parent.
     q at slot i, below a node with token x   =   softmax over the best tokens of logits + <before(x) * W hidden, after(token)>
 
 The selector scores the tokens of the highest logits only; others are not drafted. Trees, sessions and training
-are DFlash's; the selector learns beside it, from the true token before.
+are DFlash's; the selector learns at the same time, from the true preceding token.
 """
 
 from __future__ import annotations

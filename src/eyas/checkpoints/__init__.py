@@ -1,5 +1,5 @@
-"""Draft heads on disk and on the hub: `load` and `save` convert between a folder or hub id and
-`Weights`, in any format; `eyas_train.exports` (eyas-train) writes the formats of other engines.
+"""Draft heads on disk and on the hub. `load` and `save` convert between a folder or hub id and `Weights`, in
+any format. `eyas_train.exports` (eyas-train) writes the formats of other engines.
 
 One module of this package is one published format: its tensor names and the meaning of its
 config.json. A new format is a new module (see `Format` in `_weights.py`); there is no list of

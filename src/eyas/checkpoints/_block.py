@@ -1,4 +1,4 @@
-"""Block heads (DFlash, DFlash 2, DSpark) in our names, and what their published formats share: tensor
+"""Block heads (DFlash, DFlash 2, DSpark) in our names, and the common parts of their published formats: tensor
 names, layer ids, windows, refusals.
 
 Our tensors (D width of target and head, F = features x D, V vocabulary, r rank, h width of an
@@ -146,14 +146,14 @@ def base(layer: Mapping[str, Any], settings: Mapping[str, Any], feature_layers: 
 
 
 def dspark_parts(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `markov_rank` and `confidence`; `defaults`: what the form means by keys that are absent."""
+    """Return `markov_rank` and `confidence`; `defaults`: the meaning of absent keys in this form."""
     told = {**defaults, **config}
     rank = told["markov_rank"]
     if not is_whole(rank) or not 0 <= rank < 2**31:
         raise CheckpointError(f"config.json has markov_rank {rank!r}; it must be a whole number, 0 or more")
     if rank and told.get("markov_head_type") != "vanilla":
         raise CheckpointError(
-            f"config.json has markov_head_type {told.get('markov_head_type')!r}; those of type 'vanilla' are read"
+            f"config.json has markov_head_type {told.get('markov_head_type')!r}, but eyas reads type 'vanilla' only"
         )
     confident, with_markov = (
         flag(told, key, defaults[key]) for key in ("enable_confidence_head", "confidence_head_with_markov")
@@ -173,7 +173,7 @@ def read_tensors(
     optional = [name for name, our_name in names.items() if our_name in may_miss]
     faults = differences(tensors, {name: our_shapes[our_name] for name, our_name in names.items()}, optional)
     if faults:
-        raise CheckpointError(f"the tensors of this head are not what config.json says: {faults}")
+        raise CheckpointError(f"the tensors of this head differ from config.json: {faults}")
     refuse_dtypes(tensors, but=("draft_ids",))
     return in_halves({names[name]: tensor for name, tensor in tensors.items()}, config, ours["head_dim"])
 
@@ -256,8 +256,8 @@ def _from_anchor(merged: Mapping[str, Any]) -> bool:
         return next(iter(settings.values()))
     if architecture(merged) not in FROM_ANCHOR:
         raise CheckpointError(
-            "config.json does not say which token a slot of the block predicts, and no tensor shows it: add "
-            '"sample_from_anchor": true (the next token, as DeepSpec trains) or false (the one at its own place, as z-lab trains)'
+            "config.json does not say which token a slot of the block predicts, and no tensor shows it. Add "
+            '"sample_from_anchor": true (the next token, as DeepSpec trains) or false (the token at its own place, as z-lab trains)'
         )
     return FROM_ANCHOR[architecture(merged)]
 

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads in our names, and what their published formats share: tensor names, vocabulary
-maps, layer ids, refusals.
+"""EAGLE-3 heads in our names, and the common parts of their published formats: tensor names, vocabulary maps,
+layer ids, refusals.
 
-This module does not know in which format a head was published: the format's module says where a
-setting is in config.json and what it means there.
+This module does not know in which format a head was published: the format's module knows where a setting is in
+    config.json and its meaning there.
 
 Our tensors (D draft width, T target width, F = num_features * T, V vocabulary, Vd draft vocabulary):
 
@@ -243,15 +243,15 @@ def assemble(
     Args:
         layers: the names that the first layer may have.
         record: the "eyas" object of config.json.
-        strict: lm_head must be there, as in SafeAILab's heads, and a bias exists only where its
-            tensor does, whatever config.json says.
+        strict: lm_head must be there, as in SafeAILab's heads, and a bias exists only where its tensor does,
+            even against config.json.
         several: whether there may be layers after the first.
     """
     refuse(config)
     if not settings.get("qk_norm") and any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors):
         raise CheckpointError(
-            "the layer of this EAGLE-3 head is Qwen3's, with norms of queries and keys, which readers of this form do not compute; "
-            f'if the head is one of DeepSpec, write "architectures": ["{DEEPSPEC}"]'
+            "the layer of this EAGLE-3 head is Qwen3's, with norms of queries and keys, which readers of this form do not compute. "
+            f'If the head is one of DeepSpec, write "architectures": ["{DEEPSPEC}"]'
         )
     layer, count_of_layers = _layers_of(tensors, layers, several)
     if count_of_layers > 1 and count(config, "num_hidden_layers", count_of_layers) != count_of_layers:
@@ -270,7 +270,7 @@ def assemble(
     optional |= {"embed_tokens.weight"} if same_width else set()
     faults = differences(tensors, expected, optional)
     if faults:
-        raise CheckpointError(f"the tensors of this EAGLE-3 head are not what config.json says: {faults}")
+        raise CheckpointError(f"the tensors of this EAGLE-3 head differ from config.json: {faults}")
     check_dtypes(tensors)
     ids = draft_ids(tensors, ours["vocab_size"], ours["draft_vocab_size"])
     renamed = {names[name]: tensor for name, tensor in tensors.items() if name in names}
@@ -307,7 +307,7 @@ def layer_ids(config: Mapping[str, Any], published: Any, meaning: str | None) ->
         raise CheckpointError(f"config.json has layer ids twice, in {IDS} and in eyas.feature_layers: remove one")
     if added is not None and override is None:
         raise CheckpointError(
-            'config.json has eyas.feature_layers; say what they mean: "layer_ids": "input" or "output" beside them'
+            'config.json has eyas.feature_layers without their meaning: add "layer_ids": "input" or "output" to eyas'
         )
     ids = published if added is None else added
     if ids is None:
@@ -405,8 +405,8 @@ def _layers_of(names: Collection[str], allowed: Sequence[str], several: bool) ->
         )
     if later and not several:
         raise CheckpointError(
-            f"an EAGLE-3 head of this form has one layer, {first[0]}; this file has {', '.join(layers)}, which its readers compute in "
-            f'different ways; if they are those of vLLM or of the speculators library, write "architectures": ["{VLLM}"]'
+            f"an EAGLE-3 head of this form has one layer, {first[0]}. This file has {', '.join(layers)}, which readers compute in "
+            f'different ways. If it is for vLLM or the speculators library, write "architectures": ["{VLLM}"]'
         )
     if later != list(range(1, 1 + len(later))):
         raise CheckpointError(
@@ -496,7 +496,8 @@ def publish_tensors(
 
 
 def layer_config(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the keys of a LLaMA config.json, with the head's record, for what `publish_tensors` returns."""
+    """Return the keys of a LLaMA config.json, with the head's record, for the options that `publish_tensors`
+    returns."""
     window = ours["window"]
     keys = {**write_layer(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}
     if window:

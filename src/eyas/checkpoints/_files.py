@@ -209,7 +209,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_sum(path: Path) -> None:
-    """Raise CheckpointError for a file that is not the one whose checksum is beside it."""
+    """Raise CheckpointError for a file that does not match its checksum in the same folder."""
     if is_altered(path):
         raise CheckpointError(
             f"{path.name} is not the file whose SHA-256 is in {CHECKSUMS}: it is damaged; install or fetch it again"

@@ -1,8 +1,8 @@
-"""Names of tensors and settings in GGUF files of heads, as llama.cpp's converter (convert_hf_to_gguf.py) writes them, and
-the changes of tensors that it makes: one table for both directions, reading (`gguf`) and writing (eyas-train, which
-finds this module in `tools`).
+"""Names of tensors and settings in GGUF files of heads, as llama.cpp's converter (convert_hf_to_gguf.py) writes
+them, and its changes of tensors. One table serves both directions: reading (`gguf`) and writing (eyas-train,
+which finds this module in `tools`).
 
-A table has the file's name first, then the name in the published form. Settings are those of the architecture.
+A table has the file's name first, then the name in the published form. Settings belong to the architecture.
 """
 
 from __future__ import annotations

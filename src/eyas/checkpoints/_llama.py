@@ -204,7 +204,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def are_rising(ids: Any, least: int) -> TypeGuard[list[int]]:
-    """Return whether this is a list of whole numbers, `least` or more, each above the one before."""
+    """Return whether this is a list of whole numbers, `least` or more, each above its predecessor."""
     are_ids = isinstance(ids, list) and all(is_whole(i) and i >= least for i in ids)
     return are_ids and bool(ids) and ids == sorted(set(ids))
 

@@ -35,8 +35,7 @@ _FINGERPRINT = re.compile(rf"([0-9a-z_-]+\+)*[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """A draft head in our names, whatever format it was published in. Filled by `load`, or by a
-    trainer for `save`."""
+    """A draft head in our names, from any published format. Filled by `load`, or by a trainer for `save`."""
 
     method: str
     """The method whose net these tensors are, a module of eyas.drafters: "eagle1", "eagle3"."""
@@ -66,7 +65,7 @@ class ExportTarget:
 class Format(Protocol):
     """The interface of a format's module. All functions are pure; their CheckpointErrors need not name the source.
 
-    What a module has depends on what the format is for:
+    The purpose of the format decides which of these a module has:
 
         read       `recognises` and `read`. At most one format recognises a folder, so their order does not matter
         saved      METHODS and `write`; FILE where the weights are not published as model.safetensors
@@ -95,8 +94,8 @@ class Format(Protocol):
 
 
 def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Weights:
-    """Load a draft head from a folder, from a file in GGUF format, or from the hub as "owner/name"; what exists here
-    takes precedence.
+    """Load a draft head from a folder, from a file in GGUF format, or from the hub as "owner/name"; a local
+    file or folder takes precedence.
 
     The format is recognised from config.json and the tensor names. From the hub only the config and
     weight files are fetched (safetensors, or .bin where there are none).
@@ -105,8 +104,8 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
         revision: a branch, tag or commit on the hub.
 
     Raises:
-        CheckpointError: there is no such head; a file is missing, corrupt, truncated or altered; a
-            tensor holds NaN or infinite values; names, shapes or settings do not fit the format.
+        CheckpointError: there is no such head, or a file is missing, corrupt, truncated or altered. Or a tensor
+            holds NaN or infinite values, or names, shapes or settings do not fit the format.
         InputError: a revision is given for a folder.
     """
     folder, source = find(path_or_hub_id, revision)
@@ -126,8 +125,8 @@ def _published(place: Path) -> Published:
 
 
 def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the frequencies of RoPE, which config.json gives, and without the
-    prefix "model." of a head that was saved from within a model (a whole model has no fc)."""
+    """Return the tensors without the frequencies of RoPE, which config.json gives. They also lose the prefix
+    "model." of a head that was saved from within a model (a whole model has no fc)."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if "model.fc.weight" not in kept or any(f"model.{name}" in kept for name in kept):
         return kept
@@ -204,8 +203,8 @@ def _check_fingerprint(fingerprint: Any) -> None:
 
 
 def formats() -> Iterator[Format]:
-    """Yield the formats: first the modules of this package, then what other distributions register as entry
-    points of the group "eyas.formats". Modules whose names begin with an underscore are tools."""
+    """Yield the formats: first the modules of this package, then the entry points of other distributions in the
+    group "eyas.formats". Modules whose names begin with an underscore are tools."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not module.name.startswith("_") and module.name != "tools":
             yield cast(Format, importlib.import_module(f"eyas.checkpoints.{module.name}"))

@@ -1,9 +1,11 @@
 """Block heads in their authors' forms: z-lab's of DFlash and DFlash 2, DeepSpec's of DSpark; vLLM and SGLang read them too.
 
-docs/reference/head_formats.md says what config.json and the tensors hold. Our config and our tensor names: see `_block`.
+docs/reference/head_formats.md lists the contents of config.json and the tensors. Our config and our tensor
+names: see `_block`.
 
-Slot i of a DFlash block predicts the token at its own place unless config.json has "sample_from_anchor": true; of a DSpark
-block the next token, as DeepSpec's code knows no other way. For another class config.json must say so.
+Slot i of a DFlash block predicts the token at its own place unless config.json has "sample_from_anchor": true.
+A slot of a DSpark block predicts the next token, as in DeepSpec's code. For another class config.json must say
+so.
 """
 
 from __future__ import annotations

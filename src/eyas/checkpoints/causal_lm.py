@@ -3,8 +3,9 @@ masks (PARD, PARD-2). Config and tensors stay as they are, with the writer's rec
 
 They are recognised by their tensor names: decoder layers and a table of embeddings. config.json of a PARD model has
 `pard_token` (vLLM: `ptd_token_id`), the token of a mask. PARD-2 adds `pard2` true or `spd_type` "pard2",
-`pard2_target_layers` (index of hidden_states, as ours), `pard2_target_dim`, `pard2_scale` and `pard2_proj_bias`, and a file
-warp_model.bin with target_proj.weight [D, F] and .bias: see `feature_config` and `read_projection`.
+`pard2_target_layers` (index of hidden_states, as ours), `pard2_target_dim`, `pard2_scale` and
+`pard2_proj_bias`. It also has a file warp_model.bin with target_proj.weight [D, F] and .bias: see
+`feature_config` and `read_projection`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def mask_token_of(config: Mapping[str, Any]) -> int | None:
 
 
 def feature_config(config: Mapping[str, Any]) -> FeatureConfig | None:
-    """Return what a PARD-2 model reads of the target; None for a model of PARD."""
+    """Return the layers that a PARD-2 model reads of the target; None for a model of PARD."""
     if not config.get("pard2") and config.get("spd_type") != "pard2":
         return None
     layers = config.get("pard2_target_layers")

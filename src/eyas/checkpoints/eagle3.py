@@ -1,10 +1,12 @@
 """EAGLE-3 heads in the forms of SGLang (SpecForge, ModelOpt), vLLM and DeepSpec, known by their architecture.
 
-docs/reference/head_formats.md says what config.json and the tensors hold. Our config and our tensor names: see `_eagle3`.
+docs/reference/head_formats.md lists the contents of config.json and the tensors. Our config and our tensor
+names: see `_eagle3`.
 
-Heads of several layers are refused in SGLang's form: a version of SGLang computes the layers after the first without the
-residual of the one before and norms their input by hidden_norm, vLLM computes them as plain LLaMA layers, and both know
-this architecture. In DeepSpec's form each layer reads the embedding again, which is not computed here.
+Heads of several layers are refused in SGLang's form, because engines disagree about this architecture. A
+version of SGLang computes the layers after the first without the residual of the preceding layer and norms
+their input by hidden_norm. vLLM computes them as plain LLaMA layers. In DeepSpec's form each layer reads the
+embedding again, which is not computed here.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ def _read_sglang(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _H
     inner = mapping(config, "eagle_config")
     if (config.get("norm_output") or inner.get("norm_output")) and mapping(config, "eyas").get("carries") is None:
         raise CheckpointError(
-            "config.json has norm_output, which has two meanings: SpecForge trained with the state before the final norm carried on (until "
-            "its pull request 879), SGLang and vLLM carry the normed one; say which by adding "
+            "config.json has norm_output, which has two meanings. SpecForge trained with the state before the final norm carried on (until "
+            "its pull request 879), but SGLang and vLLM carry the normed one. Say which by adding "
             '"eyas": {"carries": "raw"} or {"carries": "normed"}'
         )
     meaning = "output" if inner.get(IDS) is not None else None

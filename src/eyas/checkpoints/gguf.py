@@ -1,9 +1,9 @@
 """Heads in GGUF files, as llama.cpp writes them, turned into forms in which heads are published in folders: their readers
 check names, shapes and settings. docs/reference/head_formats.md lists the architectures.
 
-Keys and names are those of llama.cpp's converter (convert_hf_to_gguf.py), whose changes are undone here: queries and
-keys of EAGLE-3 heads have their channels in pairs, d2t holds the target's ids themselves, norms of Qwen's modules
-have 1 added, the factors of llama3's RoPE are a tensor.
+Keys and names come from llama.cpp's converter (convert_hf_to_gguf.py), whose changes are undone here. Queries
+and keys of EAGLE-3 heads have their channels in pairs, and d2t holds the target's ids themselves. Norms of
+Qwen's modules have 1 added, and the factors of llama3's RoPE are a tensor.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class File:
         return float(f"{value:.7g}") if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
-        """Return what `get` returns; raise CheckpointError where the file has no such key."""
+        """Return the value that `get` returns; raise CheckpointError where the file has no such key."""
         value = self.get(key)
         if value is None:
             raise CheckpointError(f"{self.name} has no {key.replace('ARCH', self.architecture)}")
@@ -226,8 +226,8 @@ def _speculators_form(
     for key in ("layer_types", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
         if config.get(key) not in (None, 1.0):
             raise CheckpointError(
-                f"the head has a draft vocabulary and {key} {config[key]!r}; whether these mean what the speculators library "
-                "or what z-lab means by them is not in the file: use the head's folder, from which it was made"
+                f"the head has a draft vocabulary and {key} {config[key]!r}. The speculators library "
+                "and z-lab read these differently, and the file does not say whose it is: use the folder that it was made from"
             )
     layer_keys = [key for key in config if key not in ("block_size", "mask_token_id", "target_layer_ids", "is_causal")]
     return {
@@ -245,7 +245,7 @@ def _read_mtp(file: File) -> Published:
     if file.architecture not in names.MTP_TYPES:
         raise CheckpointError(
             f"{file.name} has the MTP module of a {file.architecture}, whose layer is stored in another way than transformers' "
-            f"class has it; modules of {', '.join(names.MTP_TYPES)} are read: use the target's checkpoint in Hugging Face layout"
+            f"class has it. eyas reads modules of {', '.join(names.MTP_TYPES)}: use the target's checkpoint in Hugging Face layout"
         )
     behind = int(file.need("ARCH.block_count")) - int(file.need("ARCH.nextn_predict_layers"))
     prefix = f"blk.{behind}."
@@ -325,9 +325,9 @@ def _rope_scaling(file: File) -> dict[str, Any] | None:
 def _llama3_of(factors: Tensor, file: File) -> dict[str, Any]:
     """Return the llama3 scaling whose frequencies are divided by these factors [h/2]. The file holds no more of it.
 
-    With wavelengths w, factors are 1 / ((1 - s) / factor + s), where s = (length / w - low) / (high - low), cut to 0
-    ... 1. Only the ratios of length, low and high matter, so low is 1. Raise CheckpointError for factors of another
-    form."""
+    With wavelengths w, factors are 1 / ((1 - s) / factor + s). Here s = (length / w - low) / (high - low), cut
+    to 0 ... 1. Only the ratios of length, low and high matter, so low is 1. Raise CheckpointError for factors
+    of another form."""
     theta, width = float(file.get("ARCH.rope.freq_base", 10000.0)), 2 * len(factors)
     turns = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / w
     factor = float(factors.max())

@@ -1,5 +1,6 @@
-"""P-EAGLE heads (arXiv 2602.01469): an EAGLE-3 head of mostly several layers, in vLLM's form (`eagle3`) or in that of the
-speculators library (`speculators`), with a mask's token and a mask's features (docs/reference/head_formats.md).
+"""P-EAGLE heads (arXiv 2602.01469) are EAGLE-3 heads, mostly of several layers. They come in vLLM's form
+(`eagle3`) or in the form of the speculators library (`speculators`), with a mask's token and a mask's features
+(docs/reference/head_formats.md).
 
 A slot after the first reads the embedding of the mask's token, and mask_hidden [F] in place of the target's features,
 before the norms of features and fc. eyas writes vLLM's form, with the number of levels under "eyas".

@@ -15,9 +15,8 @@ Our config, which `read` returns and `write` takes:
     inputs             the net's inputs, one of INPUTS; "shifted", which is EAGLE, unless the "eyas" object says otherwise
     eyas               only in heads written by eyas: the writer's record (method, version, target fingerprint, training)
 
-Heads with other inputs are those of EAGLE-1's ablation (paper, section 4.3.2), in the same tensors
-(no fc with a single input); only eyas reads them right. EAGLE-3 heads are another format,
-`safeailab3`.
+Heads with other inputs belong to EAGLE-1's ablation (paper, section 4.3.2) and have the same tensors (no fc
+with a single input); only eyas reads them right. EAGLE-3 heads are another format, `safeailab3`.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
     expected = {name: our_shapes[our_name] for name, our_name in NAMES.items() if our_name in our_shapes}
     faults = differences(tensors, expected, {name for name, our_name in NAMES.items() if our_name in OPTIONAL})
     if faults:
-        raise CheckpointError(f"the tensors are not what config.json says: {faults}")
+        raise CheckpointError(f"the tensors differ from config.json: {faults}")
     refuse_dtypes(tensors)
     return "eagle1", ours, {NAMES[name]: tensor for name, tensor in tensors.items()}
 

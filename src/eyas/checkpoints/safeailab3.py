@@ -1,10 +1,11 @@
 """EAGLE-3 heads as SafeAILab, the authors of EAGLE, publish them; eyas writes this format
 (docs/reference/head_formats.md). Our config and our tensor names: see `_eagle3`.
 
-A head that needs more than this format holds (explicit layers of the target, several layers of its own, norms before fc, a
-normed state that is carried, a bias, the target's head) is written with the architecture EyasEagle3ForCausalLM, with its
-settings under "eyas" and without draft_vocab_size beside them. SGLang and vLLM do not know this architecture, and the
-authors' code, which ignores it, stops at the missing draft_vocab_size: no other reader runs such a head wrongly.
+This format cannot hold explicit layers of the target, several own layers, norms before fc, a carried normed
+state, a bias, or the target's head. A head with one of these is written with the architecture
+EyasEagle3ForCausalLM, with its settings under "eyas" and without draft_vocab_size. SGLang and vLLM do not know
+this architecture, and the authors' code, which ignores it, stops at the missing draft_vocab_size: no other
+reader runs such a head wrongly.
 """
 
 from __future__ import annotations

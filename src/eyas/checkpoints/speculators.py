@@ -6,7 +6,8 @@ docs/reference/head_formats.md says the rest. Layer ids are indices of hidden_st
 names: see `_eagle3`, `_block` and `mtp`.
 
 In block heads a window is counted from the root for all slots of a block; within the block such a layer sees earlier
-slots only, unless `sliding_window_non_causal` is true. Embeddings and logits have no factors, whatever the target has.
+slots only, unless `sliding_window_non_causal` is true. Embeddings and logits have no factors, even if the
+target's have.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Head:
 
 
 def _with_defaults(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the config of a layer, with transformers' defaults for what the library leaves out."""
+    """Return the config of a layer, with transformers' defaults for settings that the library leaves out."""
     from transformers import AutoConfig
 
     try:

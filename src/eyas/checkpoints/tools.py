@@ -1,4 +1,4 @@
-"""What authors of formats use, besides `Weights`, `ExportTarget` and `Format` of `eyas.checkpoints`.
+"""Tools for authors of formats, in addition to `Weights`, `ExportTarget` and `Format` of `eyas.checkpoints`.
 
 A format is a module with the functions that `Format` describes (docs/reference/head_formats.md); a distribution names it as an
 entry point of the group "eyas.formats". `formats` yields all that are installed. Names of keys and tensors that reading

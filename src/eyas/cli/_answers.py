@@ -1,4 +1,5 @@
-"""From tasks to answers: what `eyas generate --input` does with the model, in its own process or in workers."""
+"""From tasks to answers: the work that `eyas generate --input` does with the model, in its own process or in
+workers."""
 
 from __future__ import annotations
 

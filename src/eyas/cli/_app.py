@@ -5,7 +5,7 @@ It defines
 
     command        a function; its docstring is the help, its parameters are the options
     GROUP          the group of commands that it belongs to on the page of `eyas --help`
-    EXAMPLES       a command line a line, each with `  # what it is for`
+    EXAMPLES       a command line a line, each with `  # its purpose`
     NOTES          further lines of the help page
     COMMANDS       instead of `command`: subcommands by name
 
@@ -52,7 +52,7 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Return the module of each command, by the command's name; those of this folder come before others."""
+    """Return the module of each command, by the command's name; this folder's come first."""
     others = {point.name: point.value for point in entry_points(group="eyas.commands")}
     files = [
         m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name[0] != "_" and m.name != "tools"

@@ -29,7 +29,7 @@ GREEN, RED = "32", "31"
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """The user stopped a command; the message says what was kept and how to go on."""
+    """The user stopped a command; the message names the kept results and the way to go on."""
 
 
 class UsageError(EyasError):
@@ -38,7 +38,7 @@ class UsageError(EyasError):
 
 @contextmanager
 def interruptible(message: Callable[[], str]) -> Iterator[None]:
-    """Turn Ctrl-C into an Interrupted, whose message says what is kept then."""
+    """Turn Ctrl-C into an Interrupted, whose message names the kept results."""
     try:
         yield
     except KeyboardInterrupt:
@@ -147,7 +147,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Keep the interpreter from writing at its end what could not be written now."""
+    """Keep the interpreter from writing at its end the output that could not be written now."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

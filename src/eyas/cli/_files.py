@@ -33,7 +33,7 @@ KINDS = ("prompt", "messages", "prompt_ids")
 
 @contextmanager
 def file_errors(path: str | Path, what: str = "file") -> Iterator[None]:
-    """Turn what the system says about a file that the user named into an InputError of one line."""
+    """Turn the system's error about a file that the user named into an InputError of one line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -202,7 +202,7 @@ class Results:
                 raise
 
     def _read(self, path: Path) -> None:
-        """Learn what is done already; cut off half a line at the end."""
+        """Learn which tasks are done already; cut off half a line at the end."""
         end = 0
         with open(path, "rb") as stream:
             for number, raw in enumerate(stream, start=1):
@@ -245,7 +245,7 @@ def _is_json(raw: bytes) -> bool:
 
 
 class FileRun:
-    """A run that answers the lines of a file, and counts what it does; the first of `counts` are the results."""
+    """A run that answers the lines of a file, and counts its work; the first of `counts` are the results."""
 
     def __init__(self, results: Results, counts: Sequence[str]) -> None:
         self.results = results

@@ -45,7 +45,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Hide what libraries print while they load; warnings of eyas itself become notes."""
+    """Hide the output of libraries while they load; warnings of eyas itself become notes."""
     if verbose:
         yield
         return
@@ -139,7 +139,7 @@ def need_tokenizer(llm: LLM) -> None:
 
 
 def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:
-    """Tell the user what drafts when nothing was named that could. Printed once a request is valid."""
+    """Tell the user which method drafts if neither a head nor a method was named. Printed once a request is valid."""
     if llm.draft_name is None and model.target and not draft.draft and not draft.method:
         note(
             f"no --draft: drafts are copied from the text so far ({llm.method}); a draft head for this target would be faster"
@@ -162,7 +162,7 @@ def sampling_of(options: FilterOptions) -> Fields:
 
 
 def structure_of(options: StructureOptions) -> Fields:
-    """Return the keywords of `LLM.request` for structured output. Refuses what cannot be read."""
+    """Return the keywords of `LLM.request` for structured output. Refuses unreadable values."""
     from eyas import grammar
 
     structure: Fields = {"regex": options.regex, "choice": list(options.choice) or None}

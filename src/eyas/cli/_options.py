@@ -53,7 +53,7 @@ def option_group(kind: type[Options], described: Mapping[str, str] = MappingProx
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         default = getattr(kind, name, None)
         settings = {"help": described[name]} if name in described else {}
-        shown = default is not None and default is not False and default != ()
+        shown = isinstance(default, int | float | str) and not isinstance(default, bool) and default != ""
         kind.__annotations__[name] = annotate(annotation, show_default=shown, **settings)
     return Parameter(name="*")(kind)
 
@@ -75,7 +75,7 @@ def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
     return decorate
 
 
-AS_JSON = Annotated[bool, "Output", Parameter(name="--json", help="Print one JSON object as the last line of stdout.")]
+AS_JSON = Annotated[bool, "Output", Parameter(name="--json", show_default=False, help="Print JSON as the last line.")]
 VERBOSE = Annotated[bool, "Machine", Parameter(help="Show the output of the libraries, too.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,
@@ -126,6 +126,14 @@ class TargetOptions:
     verbose: VERBOSE = False
 
 
+@option_group
+class ExactTarget(TargetOptions):
+    """A target whose features are read. Options that round it are refused, so the help does not show them."""
+
+    weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], Parameter(show=False)] = "exact"
+    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], Parameter(show=False)] = "exact"
+
+
 DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
     "Machine",
@@ -154,7 +162,7 @@ class DraftOptions:
 
 @option_group
 class AdaptOptions:
-    """Whether the head learns from what it answers."""
+    """Whether the head learns from its answers."""
 
     adapt: Annotated[bool, "Method"] = False
     """Let the head learn from the answers (EAGLE-3, MTP)."""
@@ -210,7 +218,7 @@ class AnswerOptions(PenaltyOptions, FilterOptions, TemperatureOptions, LengthOpt
     """How an answer is sampled, and where it ends; and with which adapter."""
 
     use_adapter: Annotated[str | None, "Model", "NAME"] = None
-    """Adapter to answer with; default: none."""
+    """Adapter to answer with. Default: the model without an adapter."""
 
 
 @option_group
@@ -321,7 +329,8 @@ def _merge(by_method: Mapping[str, Option]) -> Option:
 @functools.cache
 def _config_class(config: type, for_help: bool) -> type:
     shown = (
-        replace(o, help=f"{o.help} [default: {o.shown_default}]") for o in list_options(config, described=for_help)
+        o if str(o.default) in ("None", "False", "") else replace(o, help=f"{o.help} [default: {o.shown_default}]")
+        for o in list_options(config, described=for_help)
     )
     return _options_class(shown, "Training", flags=True)
 

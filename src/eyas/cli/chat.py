@@ -23,7 +23,7 @@ GROUP = "Answers"
 EXAMPLES = """
 eyas chat  # with the embedded model
 eyas chat --color-accepted  # drafted text is green
-eyas chat --target MODEL --draft HEAD --system 'Be brief.'  # with a model of yours
+eyas chat --target MODEL --draft HEAD --system 'Be brief.'  # with your own model
 """
 NOTES = ("In the conversation: /help, /reset, /exit. Ctrl-C stops an answer, Ctrl-D ends the conversation.",)
 CHAT_COMMANDS = {

@@ -1,4 +1,4 @@
-"""`eyas doctor`: what is installed, what the machine has, and whether the embedded model is whole."""
+"""`eyas doctor`: the installed packages, the machine, and whether the embedded model is whole."""
 
 from __future__ import annotations
 

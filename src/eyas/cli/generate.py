@@ -91,7 +91,7 @@ class InputOptions:
     prediction: Annotated[str | None, "Method", "FILE"] = None
     """File with text that the answer may repeat."""
     drafting: Annotated[str | None, "Method", "auto|off|N"] = None
-    """off: decode plainly; N: at most N draft tokens a cycle."""
+    """auto: draft where that pays. off: no drafts. N: at most N draft tokens per cycle. Default: auto."""
     batch_size: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Prompts of --input, or answers of --n, to decode together. Default: 1 on a CPU, 8 elsewhere."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None
@@ -176,11 +176,11 @@ def _check(prompt: str | None, inputs: InputOptions) -> None:
 
 
 def _drafts(inputs: InputOptions) -> Fields:
-    from eyas.arguments import as_draft
+    from eyas.arguments import as_drafting
 
     keywords: Fields = {}
     if inputs.drafting is not None:
-        keywords["draft"] = as_draft(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
+        keywords["drafting"] = as_drafting(int(inputs.drafting) if inputs.drafting.isdecimal() else inputs.drafting)
     if inputs.prediction is not None:
         path = Path(inputs.prediction).expanduser()
         keywords["prediction"] = text_of(path, f"--prediction {inputs.prediction} cannot be read")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GROUP = "Heads"
 EXAMPLES = """
-eyas heads Qwen/Qwen3-8B  # what --draft auto would try, in this order
+eyas heads Qwen/Qwen3-8B  # the heads that --draft auto would try, in this order
 eyas heads FOLDER  # a fine-tune: also the heads of its base model, and models for its family
 eyas heads  # all heads that are listed
 """
@@ -68,7 +68,8 @@ def _fitting(model: str) -> list[FittingHead]:
 
 
 def _config(model: str) -> Fields:
-    """Return the text config of a model; empty where it cannot be had: then its name alone says what fits."""
+    """Return the text config of a model; empty where it cannot be had: then its name alone decides which heads
+    fit."""
     from transformers import AutoConfig
 
     try:

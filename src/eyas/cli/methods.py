@@ -15,7 +15,7 @@ GROUP = "Information"
 OWN_METHOD = "A method of your own: --method mypackage.mymodule, a module that defines Method, a subclass of eyas.drafters.Drafter."
 EXAMPLES = """
 eyas methods  # all of them, with their options
-eyas methods eagle3  # one of them: what each option is for
+eyas methods eagle3  # one of them, with its options
 """
 
 

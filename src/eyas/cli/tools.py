@@ -1,6 +1,6 @@
-"""What authors of commands use. A command is a module with a function `command` (see `_app.py`); a distribution names
-it as an entry point of the group "eyas.commands". Modules that begin with an underscore may change. Importing this
-imports no torch.
+"""Tools for authors of commands. A command is a module with a function `command` (see `_app.py`); a
+distribution names it as an entry point of the group "eyas.commands". Modules that begin with an underscore may
+change. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from eyas.cli._options import (
     BenchMethodOptions,
     ConfigOptions,
     DraftOptions,
+    ExactTarget,
     FilterOptions,
     MethodOptions,
     SamplingOptions,

@@ -12,8 +12,7 @@ field that no row of a batch needs is None; a batch that needs none has no Adjus
 
 This module knows no model and no sampling: `sampling.apply_sampling` applies the numbers.
 Letters: B rows, N nodes, Q nodes of a level, K of the next level, V vocabulary of the target, v of
-the draft. [...] stands for the same dimensions in all fields: none (a single text), rows, or rows
-and nodes.
+the draft. [...] stands for equal dimensions in all fields: none (a single text), rows, or rows and nodes.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """Preallocated KV caches in which each row has its own length.
 
 The slots of a row hold its committed tokens first, then the nodes that are being verified (or
-drafted). A committed token in slot s has position s; a node at depth d has position length + d,
-whatever its slot.
+drafted). A committed token in slot s has position s; a node at depth d has position length + d in any slot.
 
     slot      0 1 2 3 4 | 5 6 7 8 9
     row 0     c c c c c | n n n n n        5 committed, 5 nodes
     row 1     c c c n n   n n n            3 committed, nodes right after them
 
-`KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next
-forward writes, the model calls `update` once for each layer, `commit` moves the accepted nodes to
-the slots after the committed ones. Sliding windows of a target are a matter of masks, not of slots.
-The cache of a draft net is `nn.DraftKVCache`. Letters: B rows, R rows of this forward, H (or K)
-heads, S slots, N nodes, T nodes in slots, P path, W width of this forward (a number of slots), h head size, E layers x {key, value}.
+`KVCache` is passed to Hugging Face models as `past_key_values`: `prepare` sets where the next forward writes,
+and the model calls `update` once for each layer. `commit` moves the accepted nodes to the slots after the
+committed ones. Sliding windows of a target are a matter of masks, not of slots. The cache of a draft net is
+`nn.DraftKVCache`. Letters: B rows, R rows of this forward, H (or K) heads, S slots, N nodes, T nodes in slots,
+P path, W width of this forward (a number of slots), h head size, E layers x {key, value}.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class LayerCache:
 
 
 def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values in the cache's dtype, if that holds them exactly: a forward that runs under autocast by itself,
+    """Return keys or values in the cache's dtype, if that holds them exactly. A forward under its own autocast,
     as accelerate's mixed precision makes it, has narrower ones than its weights."""
     if states.dtype != dtype and torch.promote_types(states.dtype, dtype) != dtype:
         raise ModelError(
@@ -295,8 +294,8 @@ def commit_path(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
 
 
 def slot_mask(length_B: Tensor, visible_BNT: Tensor, width: int) -> Tensor:
-    """Return the mask, bool [B, N, W], by which each node attends to the committed slots of its row, and to the ones
-    of the T slots after them that are visible."""
+    """Return the mask, bool [B, N, W], by which each node attends to the committed slots of its row and to the
+    visible ones of the T slots after them."""
     relative_BW = torch.arange(width, device=length_B.device) - length_B[:, None]
     T = visible_BNT.shape[-1]
     index_BNW = relative_BW.clamp(0, T - 1)[:, None].expand(-1, visible_BNT.shape[1], -1)

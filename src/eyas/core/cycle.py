@@ -36,7 +36,7 @@ class CycleRunner:
     example to replay recorded cycles.
 
     Attributes:
-        extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
+        extra_slots: cache slots that cycles need in addition to the slots of prompt and new tokens.
         records: whether cycles are recorded and replayed.
     """
 

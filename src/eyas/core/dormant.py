@@ -5,24 +5,22 @@ tree (`plan_cycle`).
     tree to be verified   the root alone           the fallback's tree      the method's tree; nodes of plain rows are padding
     method's session      is dormant               is dormant               drafts for all rows
 
-What requests ask for is applied to that tree (core/row_drafts.py). While the answers of all rows follow their
+The wishes of requests are applied to that tree (core/row_drafts.py). While the answers of all rows follow their
 continuations for many tokens, the method is dormant: its own tree could add little.
 
 A method that drafts from the text alone, as a fallback does, may be given a chooser
-(`Decision.chooser`): it drafts in every cycle, and the chooser decides which of its nodes are
-verified. If it takes none of a fallback's, the cycle may be the method's (`Decision.otherwise`).
+(`Decision.chooser`): it drafts in every cycle. The chooser decides which of its nodes are verified. If it takes
+none of a fallback's, the cycle may be the method's (`Decision.otherwise`).
 
-While the method's session is dormant, accepted tokens and their features are stored here, and so is
-the prompt of a new row. Before the session drafts again, or when a new prompt shares a prefix with
-its text (`truncate`), it reads the stored tokens with `prefill`, in one call for each row. A row
-for which `MAX_STORED_TOKENS` tokens are stored is read at once, and a longer prompt is not stored
-at all. So memory is bounded, no call takes long, and later drafts are the same as without the
-pause. A row whose request has ended is read too if the session has drafted for it: `prefill`
-continues after its last `commit`; the next `commit`, which is one for all rows, overwrites that
-state.
+While the method's session is dormant, accepted tokens and their features are stored here, and so is the prompt of a
+new row. Before the session drafts again, or when a new prompt shares a prefix with its text (`truncate`), it reads
+the stored tokens with `prefill`, in one call for each row. A row for which `MAX_STORED_TOKENS` tokens are stored is
+read at once, and a longer prompt is not stored at all. So memory is bounded, no call takes long, and later drafts
+are the same as without the pause. A row whose request has ended is read too if the session has drafted for it.
+`prefill` continues after its last `commit`, and the next `commit`, made for all rows, overwrites that state.
 
-A request without drafts (`Request.draft`) makes its row plain in every cycle, whatever the policy
-says; the policy is not asked about cycles in which all rows are plain for that reason.
+A request without drafts (`Request.drafting`) makes its row plain in every cycle. The policy is not asked about
+cycles in which all rows are plain for that reason.
 
 A fallback drafts from the text alone. It reads the new text just before it drafts, so it costs
 nothing while it does not draft.
@@ -106,7 +104,7 @@ class Policy(Protocol):
         ...
 
     def observe_prompt(self, tokens: int, seconds: float | None) -> None:
-        """Learn what a prompt cost that the method reads only because it drafts.
+        """Learn the cost of a prompt that the method reads only because it drafts.
 
         Args:
             tokens: number of tokens of the prompt, or of a chunk of it.
@@ -174,7 +172,7 @@ class _Missed:
 
 @dataclass(frozen=True)
 class CyclePlan:
-    """What one cycle drafts."""
+    """The draft of one cycle."""
 
     cycle_input: CycleInput
     decision: Decision  # the policy's, within the limits of the requests
@@ -194,7 +192,7 @@ Asked = tuple[Decision | None, Draft | None]  # a policy's decision; the fallbac
 
 
 def plan_cycle(cycle_input: CycleInput, max_tree: TreeSize | None, ask: Callable[[CycleInput], Asked]) -> CyclePlan:
-    """Return what the cycle drafts.
+    """Return the cycle's draft.
 
     Args:
         max_tree: `Drafter.max_tree` of the method.
@@ -287,8 +285,8 @@ class DormantSession(DraftSession):
             self.policy.observe_prompt(tokens, seconds if self.missed[row] is None else None)
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
-        """Return the session's answer. The session first reads what it missed, because a recorded cycle
-        cannot do that."""
+        """Return the session's answer. The session first reads the tokens that it missed, because a recorded
+        cycle cannot do that."""
         if cycle_input.draft_limits or guides_of(cycle_input):
             return None
         decision = self._planned(cycle_input).decision
@@ -385,7 +383,7 @@ class DormantSession(DraftSession):
             self.fallback.session.end(row)
 
     def _wake(self, cycle_input: CycleInput) -> None:
-        """Let the session read what it missed in every row that it drafts for, or has drafted for."""
+        """Let the session read the tokens that it missed in every row that it drafts for, or has drafted for."""
         for row in range(self.rows):
             active = row in cycle_input.active_rows
             if active or self.has_drafted[row]:

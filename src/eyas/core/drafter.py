@@ -1,5 +1,4 @@
-"""The interface of drafting methods: `Drafter` and `DraftSession`, and the records that they read
-and return.
+"""The interface of drafting methods: `Drafter` and `DraftSession`, and the records that they read and return.
 
 A `Drafter` is a method with its weights and options, for one target; it does not change during
 decoding. `Drafter.open(rows)` makes a `DraftSession`, which holds the state of the rows (caches,
@@ -9,15 +8,13 @@ features not yet read). The engine calls it in this order:
     [ draft(cycle_input) -> commit(draft, verdict, output) -> observe(steps) ]*   cycles, all active rows together
     end(row), or clear(row)                                                       the request has ended, or failed
 
-`truncate` is called only if the row's last text begins like the prompt; `copy(source, row, length)`
-is called instead if another row's does. A Decoder with `reuse` does not call `end` before the next
-`begin`: the row's text stays for later prompts. Cycles of other rows may come between the chunks of
-a prompt. The row is not active in them (`CycleInput.active_B`), and `draft` and `commit` leave its
-state as it is.
+`truncate` is called only if the row's last text begins like the prompt; `copy(source, row, length)` is called
+instead if another row's does. A Decoder with `reuse` does not call `end` before the next `begin`: the row's
+text stays for later prompts. Cycles of other rows may come between the chunks of a prompt. The row is not
+active in them (`CycleInput.active_B`), and `draft` and `commit` leave its state as it is.
 
-This module knows no method, no tree policy and no training: a method that is found by name, loaded
-and trained is a `drafters.DraftMethod`. Letters: B rows, T tokens of a chunk, F feature width, V
-vocabulary.
+This module knows no method, no tree policy and no training: a method that is found by name, loaded and trained
+is a `drafters.DraftMethod`. Letters: B rows, T tokens of a chunk, F feature width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -217,8 +214,7 @@ class Drafter(ABC):
         net: the draft net as it was loaded; None for methods without one.
         model_free: whether the method drafts from the text alone, without a net.
         chooses_nodes: whether `CycleInput.chooser` decides how many of its nodes are verified.
-        parts: the two methods of a merged drafter; the wrapped method of an adaptive one; else
-            empty.
+        parts: the two methods of a merged drafter, or the wrapped method of an adaptive one; else empty.
     """
 
     Options: ClassVar[type] = NoOptions

@@ -7,19 +7,18 @@ empty rows between cycles).
 A `Step` is the result of one cycle for one row; generate, stream and metrics add Steps up.
 
 **Running ahead.** On a GPU a cycle is launched, and finished some time later. If the next cycle of
-the same rows needs nothing that the host must read first (`CycleRunner.launch_ahead`), it is
-launched before the last one's result is read, so that the GPU does not wait:
+the same rows needs nothing that the host must read first (`CycleRunner.launch_ahead`), it is launched ahead of
+reading the last result. So the GPU does not wait:
 
     host    launch 1   launch 2   read 1   launch 3   read 2   ...
     GPU     [ cycle 1         ][ cycle 2         ][ cycle 3
 
 A row that has ended meanwhile ignores the cycle that ran ahead, and its length is cut back when the
-row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited
-for the one before; a request that enters meanwhile joins one cycle later.
+row is released. The other rows use it. So ids, noise and Steps are the same as if each cycle waited for its
+predecessor. A request that enters in between joins one cycle later.
 
-This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like
-any other. Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest
-path, V vocabulary.
+This module knows no method, no tokenizer and no model family. An adaptive drafter is a drafter like any other.
+Letters: B rows of the cycle, b the decoder's number of a row, P places of the longest path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from eyas.core.dormant import DormantSession
 from eyas.core.drafter import CycleInput, Drafter
 from eyas.core.prompts import Budget, Prompt, PromptReader
 from eyas.core.requests import Request, Step, check_request
-from eyas.core.row_drafts import check_draft
+from eyas.core.row_drafts import check_drafting
 from eyas.core.rows import Row, RowSettings, first_token_cycle, make_cycle_input
 from eyas.core.target import Target, refuse_autocast
 from eyas.core.tree import Cycle, Draft, Verdict
@@ -102,13 +101,14 @@ class Decoder:
 
     @property
     def finished(self) -> bool:
+        """Whether no request is queued, being read or being decoded."""
         return not self.prompts and not any(self.rows)
 
     def add(self, request: Request) -> int:
         """Put a request into the queue; return its number. Raise InputError or FitError at once if it cannot be
         served."""
         check_request(request, self.target.vocab_size)
-        check_draft(request)
+        check_drafting(request)
         if request.adapter not in (None, self.target.adapter):
             raise OptionError(
                 f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"
@@ -186,8 +186,8 @@ class Decoder:
         return _Launched(cycle_input, cycle, tuple(self.rows))
 
     def _launch_ahead(self, last: _Launched, timer: StageTimer) -> _Launched | None:
-        """Launch the cycle after `last` for the same rows, if nothing that the host must read first
-        decides about it; not if a row may reach its length in `last`, or has entered or left."""
+        """Launch the cycle after `last` for the same rows, if nothing that the host must read first decides
+        about it. Do not if a row may reach its length in `last`, or has entered or left."""
         max_emitted = last.cycle.verdict.path_BP.shape[1]
         if self._settings is None or any(row.remaining <= max_emitted for row in self.rows if row):
             return None

@@ -1,11 +1,10 @@
-"""The socket for what some targets have beyond layers with keys and values: recurrent state, prompts
-with images, layers on several devices, quantised layers.
+"""The socket for properties of targets beyond layers with keys and values: recurrent state, prompts with
+images, layers on several devices, quantised layers.
 
 A module in the folder eyas/targets declares an extension by a class `Extension`, a subclass of
-`TargetExtension`; an installed package by an entry point of the group "eyas.target_extensions". The
-core knows none of them by name. `Target` makes those that apply to its model, and opens their
-`TargetState`s in each of its sessions. Both base classes do nothing, so that an extension overrides
-only what it needs.
+`TargetExtension`; an installed package by an entry point of the group "eyas.target_extensions". The core knows
+none of them by name. `Target` makes those that apply to its model, and opens their `TargetState`s in each of
+its sessions. Both base classes do nothing, so that an extension overrides only the methods that it needs.
 
 Letters: B rows, R rows of a forward, Q new nodes, T tokens or uncommitted nodes, P path, V vocabulary.
 """
@@ -36,7 +35,7 @@ OnLogits = Callable[[Tensor, int], None]  # (logits_TV, position of the first)
 
 
 class TargetState:
-    """Holds what the rows of a session need beyond keys and values, such as recurrent state.
+    """Holds the state of a session's rows beyond keys and values, such as recurrent state.
 
     `length_B` is always the number of committed tokens of each row before the call.
     """
@@ -82,7 +81,7 @@ class TargetState:
 
 
 class TargetExtension:
-    """What a target has beyond layers with keys and values.
+    """A property of a target beyond layers with keys and values.
 
     Attributes:
         order: extensions are asked in the order of these numbers.

@@ -1,8 +1,6 @@
-"""Differences between model families: masks, scales, context length, and which models cannot be
-served.
+"""Differences between model families: masks, scales, context length, and which models cannot be served.
 
-`describe(model)` reads a loaded model and returns the facts that a caller needs to run it on a
-tree:
+`describe(model)` reads a loaded model and returns the facts that a caller needs to run it on a tree:
 
     mask_kinds   ()                                       one 4-D mask goes to every layer
                  ("full_attention", "sliding_attention")  a dict of 4-D masks, one per kind of layer, goes in

@@ -1,8 +1,8 @@
-"""The interface of request features: what a request may ask for beyond its sampling, its length and its end.
+"""The interface of request features: wishes of a request beyond its sampling, its length and its end.
 
-A `RequestFeature` (core/requests.py) stands in `Request.features`; it says what is asked for. Its `open`
-makes the `RowFeature` that follows one text. The loop knows these two classes and none of their subclasses,
-which are in `eyas.features`, or yours:
+A `RequestFeature` (core/requests.py) stands in `Request.features` and holds the wish. Its `open` makes the
+`RowFeature` that follows one text. The loop knows these two classes and none of their subclasses, which are in
+`eyas.features`, or yours:
 
     when                         the loop calls                what it is for
     the request is added         RequestFeature.check          refuse what cannot be served
@@ -13,8 +13,8 @@ which are in `eyas.features`, or yours:
     a cycle's result is read     report                        what goes into `Step.extra`
 
 A request without features costs nothing: "is anything special?" is the one question whether
-`CycleInput.features` is empty. Penalties and limits of drafts are not features: the first are part of
-`Sampling` and follow every node of a growing tree, the second decide whether a method runs at all.
+`CycleInput.features` is empty. Penalties and limits of drafts are not features. Penalties are part of
+`Sampling` and follow every node of a growing tree; limits decide whether a method runs at all.
 
 **Open nodes.** Plain decoding asks constraints and logits processors about a text only while the text goes on. A
 node of a tree is asked about under the same rule: neither the node nor one of its ancestors ends the text. Each of
@@ -25,8 +25,8 @@ these ends it:
     the length              the request may have no further token; it fits the model's context
     a complete structure    the constraint allows nothing after the node (its feature sees that in the mask)
 
-Stopping criteria of transformers are called with emitted texts only, so what they end is not known here. What fails
-beyond such an end fails nothing: an error counts when the emitted text reaches it.
+Stopping criteria of transformers are called with emitted texts only, so the texts that they end are not known
+here. An error beyond such an end fails nothing: it counts when the emitted text reaches it.
 
 This module knows no model and no method. Letters: N nodes of one row's tree, V vocabulary.
 """
@@ -168,7 +168,7 @@ class RowFeature:
 
     Attributes:
         guides: the row's draft may hold `continuations`. Its tree is then verified as a deterministic
-            one, so its ids equal plain decoding's whatever is drafted.
+            one, so its ids equal plain decoding's with any draft.
         masks: `mask` says which tokens a net may draft. It forbids nothing in the text: `scores` must, too.
         has_scores: `scores` computes the row's distributions; the `RequestFeature` says so as well.
         reads_cycle: `report` reads the scores or logits of every node, so cycles are not recorded.

@@ -1,9 +1,9 @@
 """Log-probabilities of the tokens of a cycle's path.
 
-They are the float32 log-softmax of the target's raw logits at the node before each token. They are part of
-the cycle, because recorded cycles compute them too, and only if a feature of a row asks for them
-(`RowFeature.top_tokens`); the number of most probable tokens is rounded up to one of a few widths, so that
-few recordings of cycles are needed.
+They are the float32 log-softmax of the target's raw logits at the node before each token. They are part of the
+cycle, because recorded cycles compute them too. A cycle computes them only if a feature of a row asks for them
+(`RowFeature.top_tokens`). The number of most probable tokens is rounded up to one of a few widths, so that few
+recordings of cycles are needed.
 
 This module knows no model and no requests. Letters: B rows, N nodes, P places of the longest path,
 V vocabulary, W width (a number of most probable tokens), T tokens.
@@ -49,8 +49,9 @@ def width_for(counts: Iterable[int | None], vocab: int) -> int | None:
 
 
 def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
-    """Return float64 [B, P, 1 + 2 W]: for each node of the path the log-probability of the token after it, the
-    log-probabilities of the W most probable tokens, and their ids. Values past the end of a path have no meaning."""
+    """Return float64 [B, P, 1 + 2 W]. Each node of the path has the log-probability of the token after it, the
+    log-probabilities of the W most probable tokens, and their ids. Values past the end of a path have no
+    meaning."""
     B, V = logits_BNV.shape[0], logits_BNV.shape[-1]
     node_BP = verdict.path_BP.clamp(min=0)
     last_B1 = verdict.length_B[:, None] - 1
@@ -60,8 +61,8 @@ def path_logprobs(logits_BNV: Tensor, verdict: Verdict, width: int) -> Tensor:
 
 
 def logprob_table(logits_NV: Tensor, tokens_N: Tensor, width: int) -> Tensor:
-    """Return what `path_logprobs` describes, float64 [N, 1 + 2 W]. Float64 holds ids and float32 alike, so the host
-    reads everything at once."""
+    """Return the table that `path_logprobs` describes, float64 [N, 1 + 2 W]. Float64 holds ids and float32
+    alike, so the host reads everything at once."""
     logp_NV = logits_NV.float().log_softmax(-1)
     top_NW, ids_NW = logp_NV.topk(width, dim=-1)
     return torch.cat([logp_NV.gather(1, tokens_N[:, None]).double(), top_NW.double(), ids_NW.double()], dim=1)

@@ -1,11 +1,10 @@
 """The operations of a cycle that a runner may replace by faster ones: here the reference, in torch.
 
-Each runner has its operations (`Runner.ops`): runners/cpu_ops.py has those of the CPU kernels,
-the distribution eyas-gpu those of the GPU kernels. Every implementation must return the results of this
+Each runner has its operations (`Runner.ops`): runners/cpu_ops.py has the CPU kernels', and the distribution
+eyas-gpu has the GPU kernels'. Every implementation must return the results of this
 one: the same draws, paths and caches.
 
-Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D
-hidden, F feature width.
+Letters: B rows, N nodes, P nodes on the longest path, V vocabulary, v draft vocabulary, D hidden, F feature width.
 """
 
 from __future__ import annotations

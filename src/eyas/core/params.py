@@ -1,7 +1,7 @@
 """How the tokens of a request are drawn: the one declaration of the sampling parameters.
 
 Python's keywords, the command line's flags and the fields of the server's bodies are made from the fields of
-`Sampling`: their names, types, defaults, and, for the command line, what the docstring says of them.
+`Sampling`. They take names, types and defaults from them; the command line also takes the docstrings as help.
 `core.sampling` has the arithmetic. Importing this module does not import torch.
 """
 
@@ -27,7 +27,7 @@ class Sampling:
         min_p: drop tokens less probable than this share of the most probable one; 0 = none.
         repetition_penalty: divides positive logits of tokens in the text; 1 = off.
         presence_penalty: subtracted from the logits of tokens in the answer; -2 to 2, 0 = off.
-        frequency_penalty: the same for each time that it occurs.
+        frequency_penalty: subtracted once for each time that a token is in the answer; -2 to 2, 0 = off.
         logit_bias: (token id, number from -100 to 100) pairs, added to the raw logits; -100 is
             nearly a ban.
         seed: same seed, same prompt, same text.

@@ -9,11 +9,10 @@ cycle of the rows whose prompts have been read:
     row 2                        [192 ]    [ 8 ] cycle     a prompt of 200 tokens, which came later
 
 **Budgets.** A number of tokens is the same for every machine and load. With "auto", reading takes
-about `PREFILL_PER_CYCLE` times as long as a cycle takes at present: then two tokens of a running
-row are about 1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read, and 1 + n
-`PREFILL_PER_CYCLE` while n prompts are, however many rows a cycle has. Every prompt gets this time
-for itself: if all shared it, rows would stay empty while prompts queue, and all would wait longer.
-While no row runs, chunks are large.
+about `PREFILL_PER_CYCLE` times as long as a cycle takes at present. Then two tokens of a running row are about
+1 + `PREFILL_PER_CYCLE` = 2.5 cycles apart while one prompt is read. While n prompts are read they are 1 + n
+`PREFILL_PER_CYCLE` cycles apart, for any number of rows. Every prompt gets this time for itself: if all shared
+it, rows would stay empty while prompts queue, and all would wait longer. While no row runs, chunks are large.
 
 **Order.** The prompt with the fewest tokens left is read first; in every `OLDEST_EVERY`-th step the
 oldest one is. So a short prompt does not wait for a long one, and a long one gets at least 1 /
@@ -21,11 +20,10 @@ oldest one is. So a short prompt does not wait for a long one, and a long one ge
 whole, in order of arrival. Rows are always given away in order of arrival.
 
 **Prefixes.** Each row holds the keys and values of some text: its request's, which is in flight, or its last
-request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any
-of them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is
-copied into the empty row whose text was used least recently. Tokens that the drafter's session
-cannot copy are read again; so are those after the last known state of a target with recurrent state
-(`TargetSession.longest_known_prefix`).
+request's, which is kept. A new prompt is read from the end of the longest prefix that it shares with any of
+them. It replaces a kept text if it shares half of that text or more; otherwise the prefix is copied into the
+empty row whose text was used least recently. Tokens that the drafter's session cannot copy are read again; so
+are those after the last known state of a target with recurrent state (`TargetSession.longest_known_prefix`).
 
 This module knows no requests' sampling, no cycles and no method.
 """
@@ -72,7 +70,7 @@ class Prompt:
     logits_readers: tuple[PromptLogits, ...] = ()  # the request's features that read the prompt's logits
 
     def report(self) -> dict[str, Any]:
-        """Return what features have read from the prompt, for `Step.extra`."""
+        """Return the findings of features in the prompt, for `Step.extra`."""
         return {name: value for reader in self.logits_readers for name, value in reader.report().items()}
 
     def read_logits(self, logits_TV: Tensor, position: int) -> None:
@@ -90,7 +88,7 @@ class PromptReader:
     """Reads prompts into the rows of a decoder.
 
     Args:
-        extra_slots: cache slots that cycles need beyond those of prompt and new tokens.
+        extra_slots: cache slots that cycles need in addition to the slots of prompt and new tokens.
         reuse: start after prefixes that rows hold, and keep the text of rows whose requests have
             ended.
         budget: see "Budgets" above.
@@ -180,9 +178,9 @@ class PromptReader:
     def read(self) -> Iterator[tuple[Prompt, Tensor | EyasError]]:
         """Read prompts as far as the budget of one step goes.
 
-        Yields each one that is complete, with the logits [V] of its last token; and each one that
-        does not fit the memory, or that the model refuses, with the error: its row is empty again.
-        The caller may release a row before it asks for the next prompt.
+        Yields each complete prompt with the logits [V] of its last token. It also yields, with the error, each
+        prompt that does not fit the memory or that the model refuses; its row is empty again. The caller may
+        release a row before it asks for the next prompt.
         """
         self._steps += 1
         budget_left = self.tokens_per_step

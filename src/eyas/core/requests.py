@@ -24,13 +24,13 @@ class DecisionLabel(Protocol):
 
 
 class RequestFeature:
-    """What one request asks for. Frozen: several rows may share it, unless it says otherwise."""
+    """A wish of one request. Frozen: several rows may share it, unless it says otherwise."""
 
     has_scores: bool = False  # `RowFeature.has_scores` of what it opens; at most one feature of a request has scores
 
     @property
     def runs_per_node(self) -> tuple[str, ...]:
-        """Names of what runs once for each node of a tree, which is slow."""
+        """Names of the parts that run once for each node of a tree, which is slow."""
         return ()
 
     def check(self, request: Request, vocab: int) -> None:
@@ -41,7 +41,7 @@ class RequestFeature:
         """
 
     def prompt_logits(self, prompt: Sequence[int]) -> PromptLogits | None:
-        """Return what reads the prompt's logits, or None. If something does, no prefix is reused."""
+        """Return the reader of the prompt's logits, or None. With a reader, no prefix is reused."""
         return None
 
     def open(self, request: Request, target: Target) -> RowFeature:
@@ -61,7 +61,7 @@ class Request:
     stop: Callable[[int], bool] | None = None
     min_tokens: int = 0  # no token of `eos` is emitted before this many others
     # "auto": as drafter and policy decide; "off": no drafts; n: at most n draft tokens are verified per cycle
-    draft: str | int = "auto"
+    drafting: str | int = "auto"
     features: tuple[RequestFeature, ...] = ()  # what it asks for beyond that; see `core.features`
     media: Mapping[str, Any] | None = field(default=None, compare=False)
     """Further inputs of the model's forward for the prompt, such as pixel_values, each for one row.
@@ -76,7 +76,7 @@ class Request:
     @property
     def draft_limit(self) -> int | None:
         """Most acceptable nodes below the root; None: no limit."""
-        return None if self.draft == "auto" else 0 if self.draft == "off" else int(self.draft)
+        return None if self.drafting == "auto" else 0 if self.drafting == "off" else int(self.drafting)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ class Step:
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """Raise InputError if a request cannot be served, whatever its length; `vocab`: size of the
-    target's vocabulary."""
+    """Raise InputError if a request could not be served at any length; `vocab`: size of the target's vocabulary."""
     if not request.prompt:
         raise InputError("the prompt is empty: give at least one token")
     biased = (token for token, _ in request.sampling.logit_bias)

@@ -1,18 +1,18 @@
 """The options of each request about its drafts, applied to the draft of any method (by core/dormant.py).
 
-    Request.draft          "off": a plain row; n: at most n acceptable nodes below the root
+    Request.drafting       "off": a plain row; n: at most n acceptable nodes below the root
     Request.features       text that may, or must, come next (`RowFeature.continuations`), such as a predicted text:
                            its tree is merged with the method's
 
 **Limits and losslessness.** In a deterministic tree the ids do not depend on the tree, so a limit
-keeps the most probable nodes. If children are sampled from q, whether a node is kept must not
-depend on the drawn tokens: verification divides by q, which is the distribution of the drawn token
-only if nothing else decides whether the token is tested. So the limit keeps nodes by their position
-in the tree alone: a parent before its children, a sibling before those drawn after it. The result
-is a smaller tree whose shape does not depend on the draws, and it is verified as such.
+keeps the most probable nodes. If children are sampled from q, the choice of the kept nodes must not depend on
+the drawn tokens. Verification divides by q, and q is the distribution of the drawn token only if nothing else
+decides whether the token is tested. So the limit keeps nodes by their position in the tree alone: a parent
+before its children, a sibling before those drawn after it. The result is a smaller tree whose shape does not
+depend on the draws, and it is verified as such.
 
 Rows whose features guide drafts are verified as deterministic trees in every cycle, also if the
-method samples children: their ids are plain decoding's, whatever is predicted.
+method samples children: their ids are plain decoding's for any prediction.
 
 This module knows no method and no feature. Letters: B rows, N nodes of the method's tree, M nodes
 of the continuations' one, V vocabulary.
@@ -34,18 +34,18 @@ from eyas.core.requests import Request
 from eyas.core.tree import Draft, Tree, build_trie, merge, padded_nodes
 from eyas.errors import OptionError
 
-__all__ = ["add_continuations", "check_draft", "continuations_of", "guides_of", "is_confident", "limit_nodes"]
+__all__ = ["add_continuations", "check_drafting", "continuations_of", "guides_of", "is_confident", "limit_nodes"]
 
 # a row whose text has followed its continuation for this many tokens, or that has as many forced
 # ones, needs no other draft
 CONFIDENT_TOKENS = 8
 
 
-def check_draft(request: Request) -> None:
-    """Raise OptionError unless `draft` is auto, off or a number."""
-    draft = request.draft
-    if draft not in ("auto", "off") and (not is_whole(draft) or draft < 1):
-        raise OptionError(f"draft must be auto, off or a number of draft tokens, 1 or more; got {draft!r}")
+def check_drafting(request: Request) -> None:
+    """Raise OptionError unless `drafting` is auto, off or a number."""
+    drafting = request.drafting
+    if drafting not in ("auto", "off") and (not is_whole(drafting) or drafting < 1):
+        raise OptionError(f"drafting must be auto, off or a number of draft tokens, 1 or more; got {drafting!r}")
 
 
 def guides_of(cycle_input: CycleInput) -> dict[int, list[RowFeature]]:

@@ -132,7 +132,8 @@ class Row:
         )
 
     def report(self, cycle: Cycle, number: int, tokens: Sequence[int], path: Sequence[int]) -> dict[str, Any]:
-        """Return what the features of this row, number `number` of the cycle, report of it, for `Step.extra`."""
+        """Return the reports of this row's features about the cycle, for `Step.extra`. `number`: the row's
+        number in the cycle."""
         reports = (feature.report(cycle, number, tokens, path, self.finish) for feature in self.features)
         return {name: value for report in reports for name, value in report.items()}
 

@@ -6,10 +6,10 @@ once per node, for the target's p and for the draft's q alike. Values that depen
 a node are passed in (`core.adjustments`).
 
 `GumbelNoise` gives every (seed, position, token) its own Gumbel variable (counter-based: no state,
-no order of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token
-depends on the prefix and the noise alone, whatever tree is verified: at any temperature a
-deterministic tree yields the tokens of plain sampling with the same seed. (Gumbel-max: Gumbel 1954;
-common random numbers for drafts: Daliri, Musco, Suresh 2024, "Coupling without communication".)
+no order of calls). The draw at a node is argmax(log p + noise of its position), so the drawn token depends on
+the prefix and the noise, but not on the tree. At any temperature a deterministic tree yields the tokens of
+plain sampling with the same seed. (Gumbel-max: Gumbel 1954; common random numbers for drafts: Daliri, Musco,
+Suresh 2024, "Coupling without communication".)
 
 This module knows no tree and no model. Letters: B rows, N nodes, V vocabulary, K siblings.
 """
@@ -177,8 +177,8 @@ class GumbelNoise:
     def __init__(self, seed_B: Tensor, greedy_B: Tensor, all_greedy: bool | None = None) -> None:
         """Args:
         seed_B: int64.
-        greedy_B: bool; rows whose Gumbel noise is zero.
-        all_greedy: whether all rows are greedy, if the host knows it; None to read it from `greedy_B`.
+        greedy_B: bool, rows whose Gumbel noise is zero.
+        all_greedy: whether all rows are greedy, if the host knows it. None: read it from `greedy_B`.
         """
         self.seed_B, self.greedy_B = seed_B, greedy_B
         self.all_greedy = bool(greedy_B.all()) if all_greedy is None else all_greedy

@@ -1,5 +1,5 @@
-"""Sockets, into which the optional parts of eyas plug. What decodes (core, the methods, api) imports none
-of these parts; it asks a socket.
+"""Sockets, into which the optional parts of eyas plug. The parts that decode (core, the methods, api) import
+none of these parts; they ask a socket.
 
     socket       what plugs in                                              in eyas     without it
     runner       computes the target and the draft net faster               runners     the model's own forward
@@ -10,8 +10,8 @@ of these parts; it asks a socket.
                  and heads for targets                                      targets     the caller has loaded
 
 A plug is a module with the names of the socket's protocol. The module `plug_runner` of any package
-directly in eyas plugs into the socket "runner"; so does what an entry point of another distribution
-names, which comes first:
+directly in eyas plugs into the socket "runner"; so does the module that an entry point of another distribution
+names, and it comes first:
 
     [project.entry-points."eyas.runner"]
     mine = "my_package.my_runner"
@@ -64,7 +64,7 @@ class RunnerPlug(Protocol):
         the model."""
 
     def warm_up(self, drafter: Drafter) -> None:
-        """Prepare what would otherwise delay the first answer."""
+        """Prepare everything that would otherwise delay the first answer."""
 
 
 class PolicyPlug(Protocol):
@@ -75,7 +75,7 @@ class PolicyPlug(Protocol):
 
         Args:
             fallback: whether another method may draft where this one does not pay.
-            compared: whether the drafter runs against others, so that what is measured must be exact.
+            compared: whether the drafter runs against others, so that measurements must be exact.
         """
 
 
@@ -90,8 +90,8 @@ class StructurePlug(Protocol):
     """Reads the keywords of `generate` that say which texts an answer may have."""
 
     def structure_of(self, asked: Mapping[str, Any]) -> Any:
-        """Return what the keywords ask for; None if any text will do. Raise OptionError or InputError if
-        they cannot be followed."""
+        """Return the structure that the keywords ask for; None if any text will do. Raise OptionError or
+        InputError if they cannot be followed."""
 
     def json_rule(self, schema: Any) -> str:
         """Return a JSON schema as the right side of a rule in a grammar of Lark's form."""
@@ -110,7 +110,7 @@ class FeaturePlug(Protocol):
         constraint: Constraint | None,
         prediction: tuple[int, ...],
     ) -> tuple[RequestFeature, ...]:
-        """Return what these keywords of `LLM.generate` ask for.
+        """Return the features that these keywords of `LLM.generate` ask for.
 
         Args:
             params: "logprobs", "prompt_logprobs" and, for Steps with raw logits, "raw_logits".
@@ -125,7 +125,7 @@ class FeaturePlug(Protocol):
 
 
 class Source(NamedTuple):
-    """What a target is loaded from."""
+    """The source of a target."""
 
     place: Any  # a local folder, a hub id, or a model of transformers
     name: str  # the target's name
@@ -133,7 +133,7 @@ class Source(NamedTuple):
 
 
 class KnownTarget(NamedTuple):
-    """What a plug knows about a target."""
+    """A plug's knowledge about a target."""
 
     open: Callable[[Any], AbstractContextManager[Source]]  # from the `tokenizer` of `eyas.load`; until it is loaded
     takes_file: bool = False  # whether `gguf_file` may be given with its name
@@ -151,7 +151,7 @@ class KnownHead(NamedTuple):
 
 
 class TargetPlug(Protocol):
-    """Finds targets by what a caller of `eyas.load` names."""
+    """Finds targets by the name that a caller of `eyas.load` names."""
 
     def find_target(
         self, target: Any, gguf_file: str | None, cache: bool, stored: bool = False
@@ -187,7 +187,7 @@ class Socket(Generic[P]):
         return next(iter(self.plugs), None)
 
     def plug_for(self, asked: str) -> P:
-        """Return the first plug. Raise OptionError if there is none; `asked` is what needs it."""
+        """Return the first plug. Raise OptionError if there is none; `asked` names the part that needs it."""
         if (plug := self.plug) is None:
             raise OptionError(f"{asked}: no installed part of eyas serves this (nothing plugs into {self.name!r})")
         return plug

@@ -12,9 +12,8 @@ A `Runner` runs the forwards. `ModelRunner` calls the model's own forward with a
 position_ids and a `KVCache` as past_key_values. The model is not patched, and features are read by
 hooks that exist only during the forward. This module knows no method and no sampling.
 
-Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes,
-the last of these T, F feature width, D hidden, V vocabulary, W width (slots that a forward attends
-to).
+Letters: B rows, R rows of a forward, N nodes of a tree, T tokens or uncommitted nodes, Q new nodes, the last of
+these T, F feature width, D hidden, V vocabulary, W width (slots that a forward attends to).
 """
 
 from __future__ import annotations
@@ -88,15 +87,15 @@ class Runner(Protocol):
     """A way to run the forwards of a target, and the operations around them.
 
     Attributes:
-        name: "model": the model's own code; "kernels": C++ kernels; "fused": layers by GPU kernels;
-            "graphs", "compiled graphs": CUDA graphs of the model's code or of its compiled layers.
+        name: "model": the model's own code, "kernels": C++ kernels, "fused": layers by GPU kernels, "graphs",
+            "compiled graphs": CUDA graphs of the model's code or of its compiled layers.
         weight_format: weight format of the linear layers; a target with rounded weights counts as a
             different target (its own costs, its own losslessness).
         ops: implementation of the operations of a cycle.
         records_cycles: whether whole cycles are recorded, so that their stages cannot be timed one
             by one.
         skips_rows: whether a forward of some rows leaves out the others, whichever rows these are.
-        skips_padding: whether nodes behind `ForwardInput.counts` cost nothing.
+        skips_padding: whether nodes after `ForwardInput.counts` cost nothing.
     """
 
     name: str
@@ -117,8 +116,7 @@ class Runner(Protocol):
 
     @property
     def backend(self) -> Backend | None:
-        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is
-        compiled."""
+        """The backend of torch.compile for layers of the model and of draft nets; None: nothing is compiled."""
         ...
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
@@ -163,7 +161,7 @@ class Target:
     layers compute on others.
 
     Attributes:
-        extensions: what it has beyond layers with keys and values (`core.extensions`).
+        extensions: its properties beyond layers with keys and values (`core.extensions`).
         adapters: adapters that requests choose from; None: there are none. They are not an extension,
             because they alone act before every use of the model.
         draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
@@ -192,6 +190,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self.family.layers)
 
     @property
@@ -201,6 +200,7 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
+        """Numbers of a hidden state, D."""
         return _table_shape(self.family.embedding)[1]
 
     @property
@@ -299,8 +299,8 @@ class Target:
         def features() -> Tensor:
             if any(caught[k].ndim != 3 for k in feature_layers):
                 raise ModelError(
-                    f"the layers of a {self.family.model_type} pass on several streams of hidden states, not one, so its inner features "
-                    "cannot be read: use a method that reads the last hidden states or none, like eagle1 or suffix"
+                    f"the layers of a {self.family.model_type} pass on several streams of hidden states, so its inner features "
+                    "cannot be read. Use a method that reads the last hidden states or none, like eagle1 or suffix"
                 )
             here = [caught[k].to(self.device) for k in feature_layers]
             return torch.cat(here, dim=-1) if here else torch.empty(1, 0, 0, dtype=self.dtype, device=self.device)
@@ -426,8 +426,7 @@ class TargetSession:
         self, row: int, tokens: Sequence[int], on_chunk: OnChunk | None = None, on_logits: OnLogits | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the
-        last token.
+        """Append tokens to a row, in chunks that bound the memory; returns the logits [V] of the last token.
 
         Args:
             on_logits: called with all logits [T, V] of each chunk and the position of its first
@@ -486,8 +485,7 @@ class TargetSession:
         committed.
 
         Args:
-            depth_BT: int64; depth of all T nodes; depth 0 is the position after the committed
-                tokens.
+            depth_BT: int64, depth of all T nodes; depth 0 is the position after the committed tokens.
             visible_BQT: bool; which of the T nodes each new node attends to.
             rows: as for `forward`.
         """
@@ -565,8 +563,7 @@ class TargetSession:
         return max_length
 
     def truncate(self, row: int, length: int) -> None:
-        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has
-        returned."""
+        """Cut a row back to its first `length` tokens, a number that `longest_known_prefix` has returned."""
         assert length <= self.lengths[row]
         for state in self.states:
             state.truncate(row, length, self.length_B)

@@ -3,10 +3,9 @@
     prompt -> prefill -> [ draft  ->  forward of the target  ->  verify  ->  commit ]*
                            Draft      TargetOutput               Verdict
 
-A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the
-parent of each node; depths, ancestor mask and paths follow from the parents. Node 0 is the root:
-the newest token, already emitted and not yet in the target's cache. This example has two tokens
-in the next position and three in the one after:
+A chain is a tree too, and plain decoding has a tree of the root alone. A tree is given by the parent of each node;
+depths, ancestor mask and paths follow from the parents. Node 0 is the root: the newest token, already emitted and
+not yet in the target's cache. This example has two tokens in the next position and three in the one after:
 
     node      0   1  2  3  4  5            mask (row attends to column)
     parent   -1   0  0  1  1  2                0 1 2 3 4 5
@@ -17,9 +16,8 @@ in the next position and three in the one after:
           |---- 2 --- 5                     4  x x     x
                                             5  x   x     x
 
-Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path
-(max depth + 1), V vocabulary, F feature width. This module knows no model, no method and no
-sampling.
+Letters: B rows, N nodes, M nodes of a second tree, X all drafted nodes, P nodes on the longest path (max depth
++ 1), V vocabulary, F feature width. This module knows no model, no method and no sampling.
 """
 
 from __future__ import annotations
@@ -109,10 +107,12 @@ class Tree:
 
     @property
     def rows(self) -> int:
+        """B, the number of rows."""
         return self.parents_BN.shape[0]
 
     @property
     def nodes(self) -> int:
+        """N, the number of nodes of a row, padding and the root included."""
         return self.parents_BN.shape[1]
 
 

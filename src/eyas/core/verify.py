@@ -3,31 +3,29 @@ this module knows no model.
 
 **Deterministic trees** (`draft.q_BNV` is None). One token is drawn at every node from the target's
 distribution p. The path descends as long as the drawn token is one of the node's children; the
-first drawn token that is not a child is the bonus. For distinct siblings this equals recursive
-rejection with point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise):
-the same acceptance, the same distribution, no loop over siblings. With argmax for the draw it is
-greedy verification. `Rule` has the draw and the descent; faster implementations override its methods
-(`core.ops`).
+first drawn token that is not a child is the bonus. For distinct siblings this equals recursive rejection with
+point masses (EAGLE-2's rule: accept child x with p(x), else drop x and renormalise). Acceptance and
+distribution are the same, without a loop over siblings. With argmax for the draw it is greedy verification.
+`Rule` has the draw and the descent; faster implementations override its methods (`core.ops`).
 
-**Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled
-without replacement from q, in node order (SpecInfer; Leviathan et al. 2023; EAGLE-1, section 4.3):
+**Sampled trees** (`draft.q_BNV` given). At a node with distribution p, whose children were sampled without
+replacement from q, in node order (SpecInfer, Leviathan et al. 2023, and EAGLE-1, section 4.3):
 
     for each child x:  accept it with min(1, p(x) / q(x));
                        on rejection  p <- norm(max(0, p - q))  and  q <- norm(q without x)
     no child accepted: the bonus is drawn from what is left of p
 
-**Blocks** (`draft.block_verification`: one chain, sampled from q). The chain is tested as a whole,
-and the longest prefix that passes its test is accepted (Sun et al. 2024, "Block Verification
-Accelerates Speculative Decoding", algorithm 2; in expectation never fewer tokens than with the test
-of each token above):
+**Blocks** (`draft.block_verification`: one chain, sampled from q). The chain is tested as a whole, and the
+longest prefix that passes its test is accepted. Expected tokens are never fewer than with the test of each
+token above (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2):
 
     w_0 = 1;   w_n = min(1, w_n-1 p(x_n) / q(x_n))        with p and q of node n - 1
     left_n = max(0, w_n p - q)                            with p and q of node n; q = 0 at the last node
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whatever the
-other rows of the batch do.
+Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whichever way the other
+rows of the batch are verified.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.
 """
 
@@ -46,7 +44,7 @@ __all__ = ["Rule", "verify"]
 
 
 class Rule:
-    """Verification of deterministic trees, in torch: what every faster implementation must return too."""
+    """Verification of deterministic trees, in torch. Every faster implementation must return the same."""
 
     def verify_deterministic(self, draft: Draft, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Verdict:
         """Verify a deterministic tree: `draw` at every node, then `accept_path`."""
@@ -171,7 +169,7 @@ def _verify_block(
     draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:
     """Verify a block: test every prefix of the chain with a uniform number of its own, and accept the longest that
-    passes. w, left and passes are the words at the top of this file. Returns as `_verify_sampled`.
+    passes. The words w, left and passes are explained at the top of this file. Returns as `_verify_sampled`.
 
     The numbers are keyed by (position of the root, length of the prefix). If they were keyed by a
     token's absolute position, the next cycle would read the numbers of the failed longer prefixes

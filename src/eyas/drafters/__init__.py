@@ -6,7 +6,8 @@ A method file defines one subclass of `DraftMethod` named `Method`. In other fol
     [project.entry-points."eyas.methods"]
     mine = "mypackage.mymodule"
 
-Files that begin with an underscore are shared; `tools.py` has what authors of methods may use of them. This module knows no method by name.
+Files that begin with an underscore are shared; `tools.py` has the names that authors of methods may use. This
+module knows no method by name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def find(name: str) -> type[DraftMethod]:
         from eyas import elsewhere
 
         elsewhere.check("methods", name, f"method {name}")
-        raise OptionError(f"unknown method {name!r}; {near(name, names())}; a module of your own needs a dotted path")
+        raise OptionError(f"unknown method {name!r}; {near(name, names())}. A module of your own needs a dotted path")
     try:
         method = importlib.import_module(name if dotted else _modules()[name]).Method
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -64,6 +65,6 @@ def find(name: str) -> type[DraftMethod]:
 
 
 def merge(first: Drafter, second: Drafter) -> Drafter:
-    """Return a drafter whose trees hold what both propose (`_merge.py`)."""
+    """Return a drafter whose trees hold the proposals of both (`_merge.py`)."""
     merged: Drafter = importlib.import_module(f"{__name__}._merge").Merged(first, second)
     return merged

@@ -79,7 +79,7 @@ class Net(nn.Module):
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def next_hidden(self, hidden: Tensor) -> Tensor:
-        """Return what the net reads at a node's children, [..., D], for the node's hidden [..., d]."""
+        """Return the net's input at a node's children, [..., D], for the node's hidden [..., d]."""
         return self.post_projection(hidden)  # type: ignore[no-any-return]
 
     def head(self, hidden: Tensor) -> Tensor:

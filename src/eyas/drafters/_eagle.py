@@ -126,9 +126,8 @@ class EagleMethod(DraftMethod):
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor] | None:
-        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if
-        the runner compiles nothing, if kernels compute the layer, or if there are several
-        layers."""
+        """The net's forward (net, hidden, embeddings, positions, cache) by torch.compile; None if the runner
+        compiles nothing, if kernels compute the layer, or if there are several layers."""
         backend = self.target.runner.backend
         by_kernels = any(getattr(module, "fused", None) is not None for module in self.decoding_net.modules())
         if backend is None or by_kernels or self.layers > 1:
@@ -342,7 +341,7 @@ class EagleSession(DraftSession):
         self.pending_B[row] = 1
 
     def _read_ranges(self, row: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges [begin, end) of pairs to read, of those from `first` to `end` - 1."""
+        """Yield the ranges [begin, end) of pairs to read, of the pairs from `first` to `end` - 1."""
         skip_begin, skip_end = self.unread_range[row]
         for begin, stop in ((first, min(end, skip_begin)), (max(first, skip_end, skip_begin), end)):
             if begin < stop:

@@ -1,5 +1,4 @@
-"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and static trees
-(`grow_static`).
+"""Draft trees grown level by level: EAGLE-2's dynamic tree (`grow_dynamic`) and static trees (`grow_static`).
 
 Both work on a `DraftNetSteps`: functions of the draft net for one cycle. `forward_pending` lets the net read
 the newly committed tokens, `expand` is one forward of the net over the nodes of a level. The nodes
@@ -7,21 +6,19 @@ of a level attend to the committed slots, and among the slots of the tree to the
 themselves (`visible_BQT`).
 
 **Coupled noise.** The target draws argmax(log p + g). The Gumbel noise g is a function of seed,
-position and token, so it is known before the target runs (`core.sampling`). The draft therefore
-ranks children by log q + g, with q processed by the row's own Sampling like p: it guesses the token
-that the target will draw with this seed (drafter-invariant coupling: Daliri, Musco, Suresh 2024;
-here with K children). Greedy rows are the case g = 0.
+position and token, so it is known before the target runs (`core.sampling`). The draft therefore ranks children
+by log q + g, with q processed by the row's own Sampling like p. So it guesses the token that the target will
+draw with this seed. (Drafter-invariant coupling: Daliri, Musco, Suresh 2024; here with K children.) Greedy rows
+are the case g = 0.
 
 **Confidence temperature.** EAGLE-2 takes q itself as the confidence of a child. That is right when
-the target samples with noise that the draft does not know. Greedily, or with coupled noise, the
-target's next token is the argmax of log p + g and not random; only the draft's error, log q - log p,
-is unknown. If these errors are modelled as Gumbel variables of scale T, then the child x is the
-argmax with probability softmax((log q + g) / T). T is `confidence_temperature`; T = 1 without noise
-is the paper's rule.
+the target samples with noise that the draft does not know. In greedy rows, or with coupled noise, the target's
+next token is the argmax of log p + g and not random. Only the draft's error, log q - log p, is unknown. If
+these errors are modelled as Gumbel variables of scale T, then the child x is the argmax with probability
+softmax((log q + g) / T). T is `confidence_temperature`; T = 1 without noise is the paper's rule.
 
-Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted
-nodes, N nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the
-draft.
+Letters: B rows, Q nodes of a level, T nodes of all levels so far, K children of a node, X all drafted nodes, N
+nodes of the final tree, M those without the root, D hidden, V vocabulary of the target, v of the draft.
 """
 
 from __future__ import annotations
@@ -110,8 +107,7 @@ class FusedTreeBuilder(Protocol):
 
     @property
     def fuses_features(self) -> bool:
-        """Whether it reads the target's features; False: it reads the output of the net's
-        `fuse`."""
+        """Whether it reads the target's features; False: it reads the output of the net's `fuse`."""
         ...
 
     def suits(self, cycle_input: CycleInput) -> bool:
@@ -197,10 +193,9 @@ def _best(score_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: DynamicTree) -> Draft:
     """Grow EAGLE-2's dynamic tree (section 4): expand the nodes of the highest values, then rerank all drafted nodes.
 
-    A node's value is the product of the confidences along its path. At every level the `branch`
-    best new nodes get `branch` children each; at the end the `nodes - 1` best of all nodes are
-    kept. Ties go to the shallower node, then to the one drafted earlier. `cycle_input.tree_size`
-    may ask for a smaller tree than the options.
+    A node's value is the product of the confidences along its path. At every level the `branch` best new nodes
+    get `branch` children each; at the end the `nodes - 1` best of all nodes are kept. Ties go to the shallower
+    node, then to the one drafted earlier. `cycle_input.tree_size` may ask for a smaller tree than the options.
     """
     if cycle_input.tree_size is not None:
         tree = replace(tree, **cycle_input.tree_size.within(tree.size)._asdict())
@@ -216,7 +211,7 @@ def grow_dynamic(net_steps: DraftNetSteps, cycle_input: CycleInput, tree: Dynami
 
 @dataclass
 class _Grower:
-    """A dynamic tree while it grows, level by level, with what is needed at the nodes whose children are drafted next."""
+    """A dynamic tree while it grows, level by level, with the state of the nodes whose children are drafted next."""
 
     net_steps: DraftNetSteps
     cycle_input: CycleInput
@@ -453,10 +448,9 @@ def grow_static(
 
     Args:
         noise: for rows that sample. "sampled": the children are sampled from q without replacement,
-            as the tokens with the largest log q + Gumbel noise of the draft's own stream (Kool, van
-            Hoof, Welling 2019); siblings stay in draw order, and the draft has q_BNV. "coupled":
-            the children are the tokens with the largest log q + the noise with which the target
-            samples.
+            as the tokens with the largest log q + Gumbel noise of the draft's own stream (Kool, van Hoof,
+            Welling 2019). Siblings stay in draw order, and the draft has q_BNV. "coupled": the children are the
+            tokens with the largest log q + the noise with which the target samples.
         block_verification: the tree is a chain; if its tokens are samples, block verification applies
             (`core.verify`).
     """

@@ -1,5 +1,4 @@
-"""Two methods in one cycle: both draft, their trees are merged and verified once, and both learn
-what was accepted.
+"""Two methods in one cycle: both draft, their trees are merged and verified once, and both learn the accepted tokens.
 
     eagle2   0 --- 1:a --- 2:b             verified   0 --- 1:a --- 2:b --- 6:d      as suffix   0 --- 1:a --- 2:b --- 3:d
              |---- 3:c                                |---- 3:c                      sees it     |---- 6:c

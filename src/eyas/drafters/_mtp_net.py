@@ -184,8 +184,8 @@ def _twin(target: Target, folder: str) -> Any:
     """Return the target's model with a configuration of its own that names its MTP modules; the model
     itself is not changed.
 
-    Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for what
-    transformers' class asks for, or none: their modules have full attention.
+    Published configurations of some families (Qwen3-Next, Qwen3.5) have other names for settings of
+    transformers' class, or lack them: their modules have full attention.
     """
     twin: Any = copy.copy(target.model)
     twin.__dict__ = dict(vars(target.model))

@@ -37,8 +37,9 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Make new tensors on the device within this context, with torch's random numbers from `seed`; afterwards its
-    random state is as before. On a GPU a head of a billion weights takes a moment, on a CPU half a minute."""
+    """Make new tensors on the device within this context, with torch's random numbers from `seed`; the random
+    state of torch stays as it was. On a GPU a head of a billion weights takes a moment, on a CPU half a
+    minute."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)
@@ -54,7 +55,7 @@ def random_net(make: Callable[[], NetT], target: Target, seed: int) -> NetT:
 
 
 def init_matrices(net: nn.Module) -> None:
-    """Fill the matrices with random numbers that keep the variance of what they multiply; set biases to zero, and
+    """Fill the matrices with random numbers that keep the variance of their inputs; set biases to zero, and
     leave norms as they are."""
     for name, weight in net.named_parameters():
         if weight.ndim == 2:
@@ -130,8 +131,8 @@ def load_tensors(
 
 
 def _query_factors(net: nn.Module) -> dict[str, float]:
-    """Return parameters of queries by name, and what they are multiplied by when a net is loaded: YaRN's attention
-    factor, of queries and keys. So whatever computes the layer, kernels too, knows frequencies only."""
+    """Return parameters of queries by name, and their factors when a net is loaded: YaRN's attention factor, of
+    queries and keys. So all code that computes the layer, kernels too, knows frequencies only."""
     found = dict[str, float]()
     for path, module in net.named_modules():
         if isinstance(module, Attention) and (factor := rope_factor(module.shape)) != 1.0:

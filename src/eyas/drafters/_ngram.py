@@ -1,12 +1,12 @@
-"""Drafting from a row's own text: what its prompt and output say about the next tokens.
+"""Drafting from a row's own text: guesses at the next tokens by its prompt and output.
 
 `TextSession` keeps an `Index` of each row's tokens, on the host, and makes one tree of the guesses of all
 rows. An index learns every token once, the root included: when a cycle begins it is certain to stay.
 
-Every guess has an estimated probability. It begins with how long the match is that the guess comes
-from (`MatchRates`), and the text itself shows, token by token and drafted or not, how often such
-matches are right. So `CycleInput.chooser` can leave out what is not worth its time, and nothing has
-to be drafted to find that out.
+Every guess has an estimated probability. It begins with the length of the match that the guess comes from
+(`MatchRates`). The text itself then shows how often such matches are right, token by token, drafted or not. So
+`CycleInput.chooser` can leave out nodes that are not worth their time, and nothing has to be drafted to find
+that out.
 
 This module knows no way to guess and reads no features. Letters: B rows, N nodes.
 """
@@ -53,7 +53,7 @@ class MatchRates:
 
 
 class Index(ABC):
-    """One row's text, and what may follow it."""
+    """One row's text, and its possible continuations."""
 
     tokens: list[int]
 
@@ -86,8 +86,8 @@ class TextSession(DraftSession):
 
     Args:
         nodes: upper bound of a tree's nodes, the root included. For fewer guesses the tree has 1,
-            2, 3, 5, 9, ... nodes (a power of two and the root), the last ones padding: there are
-            few shapes, and a cycle without a guess costs a step of plain decoding.
+            2, 3, 5, 9, ... nodes (a power of two and the root), of which the last are padding. So there are few
+            shapes, and a cycle without a guess costs a step of plain decoding.
         depth: no guess is deeper.
         scored: the guesses have probabilities.
     """
@@ -143,7 +143,7 @@ class TextSession(DraftSession):
         return self._draft(roots, guesses, cycle_input.tokens_B)
 
     def _guesses(self, row: int, cycle_input: CycleInput, least: float) -> list[Guess]:
-        """Return the guesses of one row, with those of its request's features."""
+        """Return the guesses of one row, with the guesses of its request's features."""
         own = guesses = self.indexes[row].guesses(least)
         for feature in cycle_input.features[row] if cycle_input.features else ():
             guesses = feature.guesses(guesses, self.depth, least)

@@ -25,7 +25,7 @@ def check_whole(group: str, least: int, **values: object) -> None:
 
 
 def check_number(option: str, value: object, is_allowed: Callable[[float], bool], allowed: str) -> None:
-    """Raise OptionError unless the value is an allowed number; `allowed` says what is."""
+    """Raise OptionError unless the value is an allowed number; `allowed` names the allowed ones."""
     if not is_number(value) or not is_allowed(value):
         raise OptionError(f"{option} must be {allowed}, got {value!r}")
 

@@ -2,8 +2,8 @@
 follows the draft's confidence.
 
 The draft's confidence predicts acceptance well. So the most probable paths are expanded, and of all
-drafted nodes the most probable are verified. The tree is deterministic: at any temperature the
-tokens are those of plain decoding with the same seed.
+drafted nodes the most probable are verified. The tree is deterministic: at any temperature the tokens equal
+plain decoding with the same seed.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ draft vocabulary that may be smaller than the target's. The tree is EAGLE-2's.
 This file has options and weights. `_eagle3_net.py` has the net, `_eagle.py` the session,
 which runs the net in each cycle, `_grow.py` grows the tree, and `eyas_train.own_outputs` trains it.
 
-Training-time test (section 3.2): step 0 reads the target's features; step i reads at each slot the hidden
-of step i-1 and the true next token, and attends to the step-0 keys of earlier slots and to the later
-steps' keys of its own slot.
+Training-time test (section 3.2): step 0 reads the target's features. Step i reads at each slot the hidden of
+step i-1 and the true next token. It attends to the step-0 keys of earlier slots and to the later steps' keys of
+its own slot.
 
 Letters: R rows, N nodes or packed tokens, M of them that count, K predictions of all steps, U
-target positions (tokens that count), I steps, D hidden, F features, V vocabulary, v that of the
-draft.
+target positions (tokens that count), I steps, D hidden, F features, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -267,8 +266,8 @@ def _published_layers(weights: Weights, target: Target) -> tuple[int, ...]:
     layers = layers or _default_layers(target)
     if layers is None:
         raise FitError(
-            f"{weights.source} names no layers, so it reads the inputs of 2, L/2 and L-3, which are three different ones "
-            f"from 7 layers on; this target has {L}: where those of its training are known, write them into its "
+            f"{weights.source} names no layers, so it reads the inputs of 2, L/2 and L-3. These are three different layers "
+            f"from 7 layers on, but this target has {L}. If the layers of its training are known, write them into its "
             f'config.json, like "eyas": {{"feature_layers": [0, {L // 2}, {L - 1}], "layer_ids": "input"}}'
         )
     return _fused_layers(layers, target)

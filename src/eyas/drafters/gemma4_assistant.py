@@ -5,9 +5,9 @@ An assistant is a small Gemma 4 without keys and values of its own: its layers a
 the target has stored for its committed tokens. So it reads no prompt and has no cache. A step reads
 a token's embedding, by the target's table, and the hidden of the token before: the target's feature
 for the root, its own for the nodes below. All nodes have the root's position, and see no other
-node. The format and these rules are those of transformers (`Gemma4AssistantForCausalLM`,
-`SinglePositionMultiTokenCandidateGenerator`), which drafts chains; here a dynamic tree is grown
-(EAGLE-2, section 4). `_assistant_net.py` has the net, `_grow.py` grows the tree.
+node. The format and these rules come from transformers (`Gemma4AssistantForCausalLM`,
+`SinglePositionMultiTokenCandidateGenerator`), which drafts chains; here a dynamic tree is grown (EAGLE-2,
+section 4). `_assistant_net.py` has the net, `_grow.py` grows the tree.
 
 Letters: B rows, Q nodes of a level, D hidden of the target, d hidden of the assistant, W slots.
 """

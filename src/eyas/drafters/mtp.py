@@ -1,11 +1,10 @@
 """mtp: the multi-token-prediction module that a target was trained with (Gloeckle et al. 2024,
 arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2) drafts for it.
 
-The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads
-pairs (feature of token t, token t+1) as EAGLE's net does, and predicts token t+2; applied again to
-its own output it predicts on. `_eagle.py` has the session, `_grow.py` grows the tree, `_mtp_net.py`
-wraps transformers' class, and computes it by kernels where its layer is LLaMA's. Of
-several modules the first one is applied in all steps.
+The module's weights are in the target's own checkpoint, so `--draft` may be left out. It reads pairs (feature
+of token t, token t+1) as EAGLE's net does, and predicts token t+2; applied again to its own output it predicts
+on. `_eagle.py` has the session, `_grow.py` grows the tree, `_mtp_net.py` wraps transformers' class, and
+computes it by kernels where its layer is LLaMA's. Of several modules the first one is applied in all steps.
 
 Training makes a head of its own: it goes on from the module in the target's checkpoint, or begins
 with a new one where there is none. A module that predicted one token while the target was trained

@@ -135,8 +135,7 @@ class ParallelSession(EagleSession):
     """A session whose net reads the pending pairs and the masks in one pass. The masks are in the
     slots after the pending pairs, and are overwritten in the next cycle.
 
-    Letters, besides those of `_eagle`: S levels, N = P + S - 1 inputs of the pass, v draft
-    vocabulary.
+    Letters, in addition to `_eagle`: S levels, N = P + S - 1 inputs of the pass, v draft vocabulary.
     """
 
     drafter: Method

@@ -1,10 +1,9 @@
-"""prompt_lookup: drafts what followed the last tokens where they occurred earlier in the text
-(Prompt Lookup Decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487).
+"""prompt_lookup: drafts the tokens that followed the last ones where they occurred earlier in the text (Prompt
+Lookup Decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487).
 
-The last n tokens, the longest n first, are looked up in the row's own prompt and output; what
-followed them there is proposed as a chain. Several matches make a trie of chains. A match so near
-the end that its copy would run past it goes on with the copy itself, as in LZ77: a repeated phrase
-is proposed whole.
+The last n tokens, the longest n first, are looked up in the row's own prompt and output. The tokens that
+followed them there are proposed as a chain. Several matches make a trie of chains. A match so near the end that
+its copy would run past it goes on with the copy itself, as in LZ77: a repeated phrase is proposed whole.
 
 It has no other text than the row's own. How probable a copied token is, it knows from the length of
 the match alone.
@@ -31,7 +30,7 @@ PICKS = ("newest", "oldest")
 
 @dataclass(frozen=True)
 class Lookup:
-    """The length of what is looked up, and the size of the draft tree."""
+    """The length of the looked up text, and the size of the draft tree."""
 
     longest: int = 3
     """Most tokens that are looked up."""

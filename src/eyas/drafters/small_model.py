@@ -1,10 +1,10 @@
 """small_model: speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023,
 arXiv 2302.01318): a smaller model drafts.
 
-Any causal language model with the target's vocabulary will do, as it was published. It reads the
-same text into a cache of its own and drafts a chain from its own distribution q, sampled as the row
-samples (section 2.3 of the first paper: q gets the same temperature and cuts as p); or a tree: a
-static one whose siblings are sampled without replacement, or EAGLE-2's dynamic one.
+Any causal language model with the target's vocabulary will do, as it was published. It reads the same text into
+its own cache. It drafts a chain from its own distribution q, sampled as the row samples (section 2.3 of the
+first paper: q gets the same temperature and cuts as p). Or it drafts a tree: a static tree whose siblings are
+sampled without replacement, or EAGLE-2's dynamic tree.
 
     committed, read      ... a b c          the target has emitted d (the root) after accepting c
     catch up               [b c d]          one pass over the unread tokens, padded to the longest path
@@ -402,9 +402,9 @@ def check_vocabulary(draft: Target, target: Target) -> None:
     if target_tokens is None or draft_tokens is None:
         if draft.vocab_size != target.vocab_size:
             raise CheckpointError(
-                f"{name} has a vocabulary of {draft.vocab_size} tokens, the target one of {target.vocab_size}, and without both "
-                "tokenizers it cannot be checked whether they agree: name a draft model with the target's vocabulary, or put the "
-                "tokenizers beside the weights"
+                f"{name} has a vocabulary of {draft.vocab_size} tokens, but the target has {target.vocab_size}. Without both "
+                "tokenizers eyas cannot check whether they agree: use a draft model with the target's vocabulary, or put the "
+                "tokenizers into the models' folders"
             )
         return
     both = target_tokens.keys() & draft_tokens.keys()

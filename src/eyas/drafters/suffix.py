@@ -1,10 +1,10 @@
-"""suffix: drafts what followed the longest earlier occurrence of the end of the text (SAM-Decoding,
+"""suffix: drafts the tokens that followed the longest earlier occurrence of the end of the text (SAM-Decoding,
 Hu et al. 2024, arXiv 2411.10666; SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
 A suffix automaton of the row's own prompt and output is built token by token (Blumer et al. 1985).
 Its suffix link from the end of the text *is* the longest earlier match. From there the most
-probable continuations are expanded, best first, until the tree is full. The estimate is PPM's
-(Cleary, Witten 1984), from what was seen:
+probable continuations are expanded, best first, until the tree is full. The estimate is PPM's (Cleary, Witten
+1984), from the counts so far:
 
     P(token | match)  =  (1 - escape) * share of the match's occurrences that the token followed
                          + escape * P(token | next shorter match)             for tokens that never followed the longer one
@@ -141,7 +141,7 @@ class SuffixAutomaton(Index):
         return short
 
     def _score(self, token: int) -> None:
-        """Count whether the longest match was followed by this token before."""
+        """Count whether this token followed the longest match."""
         match = self.link[self.last]
         if match > 0:
             self.rates.count(self.length[match], token in self.next[match])
@@ -196,7 +196,7 @@ class SuffixAutomaton(Index):
 
 
 class Method(DraftMethod):
-    """The longest earlier match of the end of the text, and what followed it."""
+    """The longest earlier match of the end of the text, and its continuation."""
 
     Options: ClassVar[type] = Options
     summary = "suffix automaton over prompt and output (SAM-Decoding, SuffixDecoding): the most probable continuations of the longest match"

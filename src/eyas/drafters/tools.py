@@ -1,4 +1,4 @@
-"""What authors of methods use, besides `DraftMethod`, `Batch` and `Loss` of `eyas.drafters`.
+"""Tools for authors of methods, in addition to `DraftMethod`, `Batch` and `Loss` of `eyas.drafters`.
 
 A method is a module with one class named `Method` (docs/design/add_a_method.md). It need not live in eyas; these
 are the parts of eyas' own methods that others build on:

@@ -1,4 +1,4 @@
-"""Request features: what a request may ask for beyond sampling, one file each.
+"""Request features: wishes of a request beyond sampling, one file each.
 
     guidance.py      constraints (structured output), and logits processors
     predictions.py   a text that the answer probably repeats

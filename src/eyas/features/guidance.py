@@ -1,11 +1,11 @@
-"""What guides the text of a request from outside: a constraint, and logits processors.
+"""Guides of a request's text from outside: a constraint, and logits processors.
 
 The constraint's mask comes after bias, penalties and min_tokens, the processors come after the mask, then
 temperature, top-k, top-p and min-p. A processor is run with each node's own prefix.
 
-A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises),
-so it is run only where plain decoding could stand: at the nodes that are open (`core.features`) and
-whose token the processed scores of their parent allow (in greedy rows: whose token is the best one).
+A processor may refuse prefixes that generate would never show it (a trie of allowed texts raises). So it runs
+only where plain decoding could stand: at the nodes that are open (`core.features`) and whose token the
+processed scores of their parent allow. In greedy rows their token must be the best one.
 
 Other nodes keep their raw logits: they cannot be accepted, or everything after them is cut off. So
 do nodes whose processor failed. A request fails only if its text reaches such a node and goes on

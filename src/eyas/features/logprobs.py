@@ -1,8 +1,8 @@
 """Log-probabilities of emitted tokens and of prompts, as `TokenLogprobs`.
 
-`Step.extra` has "logprobs", those of the emitted tokens, and in the prefill step "prompt_logprobs", those of the
-prompt's tokens, None for the first one. The prompt is then read as a whole, even if its beginning is in a cache.
-`core.logprobs` computes them in a cycle. Letters: T tokens, V vocabulary.
+`Step.extra` has "logprobs" of the emitted tokens. In the prefill step it also has "prompt_logprobs" of the
+prompt's tokens, with None for the first one. The prompt is then read as a whole, even if its beginning is in a
+cache. `core.logprobs` computes them in a cycle. Letters: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Logprobs(RequestFeature):
     """Log-probabilities of the answer's tokens, of the prompt's, or of both.
 
     Attributes:
-        answer: every emitted token comes with its log-probability and those of this many most probable
-            tokens; None: with none.
+        answer: every emitted token comes with its log-probability and with this many most probable tokens and
+            theirs; None: without.
         prompt: the same for the tokens of the prompt.
     """
 

@@ -1,4 +1,4 @@
-"""Two features that show what a cycle did.
+"""Two features that show the work of a cycle.
 
     Traced      `Step.extra["trace"]`, a `Trace` for display: the row's tree with probabilities, the accepted path,
                 and why it ended; no entry for the first token, and none where the request failed

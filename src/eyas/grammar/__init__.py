@@ -39,7 +39,7 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         if find_spec("llguidance") is None:
             raise OptionError(
-                "structured output needs llguidance, which is not installed: pip install 'eyas[grammar]' (in a clone: '.[grammar]')"
+                "structured output needs llguidance, which is not installed: pip install '.[grammar]' in a clone of eyas"
             )
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._lock = Lock()

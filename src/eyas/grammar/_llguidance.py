@@ -1,9 +1,8 @@
 """llguidance: structures are compiled, and a request's constraint is walked over draft trees, a token forward and a token
 back.
 
-The matcher is at the end of the accepted text. `mask` walks the tree depth first and leaves the
-matcher where it was; nodes whose token their parent forbids are not visited, nor are nodes after
-the end of the text.
+The matcher is at the end of the accepted text. `mask` walks the tree depth first and leaves the matcher where
+it was. It does not visit nodes whose token their parent forbids, nor nodes after the end of the text.
 
 Letters: N nodes, V vocabulary, W words of 32 bits.
 """
@@ -156,7 +155,7 @@ class LLMatcher:
 
 
 def _reason(message: str) -> str:
-    """Return the part of a library's message that says what is wrong, on one line."""
+    """Return the part of a library's message that names the mistake, on one line."""
     lines = [line.strip() for line in message.strip().splitlines()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (reasons or lines or ["no reason given"])[0].rstrip(".")
@@ -223,7 +222,7 @@ class GrammarConstraint:
                 self._ended = True
             elif not self._matcher.accept(token):
                 raise InputError(
-                    f"token {token} cannot follow: what the constraint allows is forbidden by the request's other options"
+                    f"token {token} cannot follow: the constraint allows only tokens that the request's other options forbid"
                 )
             self._root = None
 

@@ -60,7 +60,7 @@ def structure_of(asked: Mapping[str, Any]) -> Structure | None:
     """
     given = [name for name in KEYWORDS if asked.get(name) is not None]
     if len(given) > 1:
-        raise OptionError(f"{' and '.join(given)} both say what the text may be: give one of them")
+        raise OptionError(f"{' and '.join(given)} both define the allowed texts: give one of them")
     if not given:
         return None
     value = asked[given[0]]

@@ -32,8 +32,7 @@ class Vocabulary:
     """The bytes of `size` tokens.
 
     Attributes:
-        texts: the bytes of each token, with `end` as the last one; None for tokens that are no
-            text.
+        texts: the bytes of each token, with `end` as the last one; None for tokens that are not text.
         end: the id that means the end of the text.
         words: int32 numbers that hold one bit for each token and for `end`.
     """

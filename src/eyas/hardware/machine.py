@@ -4,9 +4,9 @@
     ...                                             the measurement
     busy(used(before), threads)                     a warning, or None
 
-CPU time of others: that of the cores which this process may use, less that of this process and its
-children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no
-model, no task and no metric.
+CPU time of others: the time of the cores which this process may use, less the time of this process and its
+children. A limit in CPU seconds that a container sets (a quota) is not seen. This module knows no model, no
+task and no metric.
 """
 
 from __future__ import annotations

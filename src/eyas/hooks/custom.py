@@ -4,9 +4,9 @@ With an object as `custom_generate`, transformers 5.17 to 5.23 drop `streamer`, 
 without a word; with a folder it does not say which one. They are local variables of the `generate` that is calling,
 where `arguments_of_generate` looks. If that function has another name one day, nothing is found.
 
-`eyas.attach(model)` sets two attributes of the instance, as transformers does itself for repositories with a
-`custom_generate` folder: `generate`, which calls the class' own with such an object, and `_eyas`, which holds the
-LLMs of the model: they refer to it, so they are freed together with it. Copies of the model (deepcopy, pickle) begin
+`eyas.attach(model)` sets two attributes of the instance, as transformers does for repositories with a
+`custom_generate` folder. `generate` calls the class' own with such an object, and `_eyas` holds the LLMs of the
+model. They refer to the model, so they are freed together with it. Copies of the model (deepcopy, pickle) begin
 without them.
 
 With `custom_generate/` in the folder of a draft head, the head's name alone is enough for `generate`: transformers runs a
@@ -62,6 +62,8 @@ OPTIONS = ("batch_size", "draft_with", "kernels", "method", "tree")  # options o
 
 @dataclass(frozen=True)
 class Settings:
+    """The head, the method and the options that an attached model drafts with."""
+
     draft: Any = None
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +122,7 @@ def llm_for(model: PreTrainedModel, settings: Settings) -> api.LLM:
 
 
 def forget(model: PreTrainedModel) -> None:
+    """Free the LLMs that eyas keeps for a model."""
     with _creation:
         model.__dict__.pop(ATTRIBUTE, None)
 
@@ -155,7 +158,7 @@ def hf(
             first call.
     """
     if isinstance(draft, PreTrainedModel):
-        raise OptionError("eyas.hf makes what generate calls: write custom_generate=eyas.hf(), with its parentheses")
+        raise OptionError("eyas.hf makes the callable: write custom_generate=eyas.hf(), with its parentheses")
     if stop_strings is not None and tokenizer is None:
         raise InputError("stop_strings need the tokenizer: eyas.hf(stop_strings=..., tokenizer=tokenizer)")
     rows = None if batch_size is None else whole_number("batch_size", batch_size)
@@ -183,7 +186,7 @@ class CustomGenerate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode; called by `generate` with what it has prepared. Returns what `generate` returns."""
+        """Decode; called by `generate` with its prepared inputs. Return the result of `generate`."""
         self.stats = ()
         given = arguments_of_generate()
         check_call(model, generation_config, model_kwargs, given)
@@ -235,7 +238,7 @@ def with_stop_strings(
 
 
 def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDecoderOnlyOutput:
-    """Return what `generate` returns. Keys and values are eyas' own, so `past_key_values` stays None."""
+    """Return the result of `generate`. Keys and values are eyas' own, so `past_key_values` stays None."""
     sequences = lockstep.sequences()
     if not config.return_dict_in_generate:
         return sequences
@@ -245,8 +248,8 @@ def _output(lockstep: Lockstep, config: GenerationConfig) -> Tensor | GenerateDe
 
 
 def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None, **options: Any) -> Attachment:
-    """Let eyas decode for `model.generate`, pipelines and whatever else calls it; until
-    `detach(model)`, or to the end of a `with` block:
+    """Let eyas decode for `model.generate`, pipelines and all other callers, until `detach(model)`, or to the
+    end of a `with` block:
 
         with eyas.attach(model, "path/or/hub-id"):
             model.generate(**inputs)
@@ -276,7 +279,8 @@ def attach(model: PreTrainedModel, draft: Any = None, method: str | None = None,
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give the model its own `generate` back, and free what eyas keeps for it, if something is attached."""
+    """Give the model its own `generate` back, and free the memory that eyas keeps for it, if something is
+    attached."""
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"eyas detaches from a causal language model of transformers, not from {type(model).__name__}")
     if _custom(model.__dict__.get("generate")) is not None:

@@ -1,7 +1,8 @@
 """Tokens of all rows in step, as the loop of transformers hands them to stopping criteria and streamers.
 
 The engine's rows advance at different speeds. Here token t of every row is looked at together, as soon as all rows
-have it: first by the criteria, then by the streamer. Where that ends a row, what it has decoded beyond is dropped.
+have it: first by the criteria, then by the streamer. Where that ends a row, tokens that it has decoded beyond
+    are dropped.
 
 Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
@@ -53,10 +54,12 @@ class Lockstep:
 
     @property
     def finished(self) -> bool:
+        """Whether every row has ended."""
         return all(self.ended)
 
     @property
     def needs_logits(self) -> bool:
+        """Whether the result holds scores or logits."""
         return self.wants_scores or self.wants_logits
 
     @property
@@ -122,7 +125,7 @@ class Lockstep:
         return [full or token in self.distribution.eos for token in tokens]
 
     def sequences(self) -> Tensor:
-        """Return int64 [B, T + columns]: prompts with their padding, and what was decoded."""
+        """Return int64 [B, T + columns]: prompts with their padding, and the decoded tokens."""
         new = torch.tensor(self.columns, device=self._texts.device).T.reshape(len(self.ended), -1)
         return torch.cat([self.distribution.batch.ids_BT, new.to(self._texts.dtype)], 1)
 

@@ -37,11 +37,12 @@ ENCODED = "mm_encoder_outputs"  # generate has encoded the images already
 
 
 def refused(name: str, why: str) -> OptionError:
+    """Return the error for a setting that eyas cannot keep. `why`: the reason, for the message."""
     return OptionError(f"{name} is not served by eyas ({why}): {WAY_OUT}")
 
 
 def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Keywords, given: Keywords) -> None:
-    """Refuse what eyas cannot keep. `given`: local variables of generate, its arguments."""
+    """Refuse settings that eyas cannot keep. `given`: local variables of generate, its arguments."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"a model of type {model.config.model_type} cannot be served: it is an encoder-decoder model")
     mode = str(getattr(config.get_generation_mode(given.get("assistant_model")), "value", ""))

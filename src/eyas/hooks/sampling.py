@@ -6,9 +6,9 @@ are plain:
     [repetition penalty] [min_length, min_new_tokens] | anything else, in order | [temperature] [top_k] [top_p] [min_p]
                  Sampling, min_tokens                   processors of the request            Sampling
 
-What the engine does itself costs nothing; a processor runs once for each node, with the node's own
-text. Whatever does not fit this order (`typical_p`, which comes after `top_p`) makes the end part
-of the middle, so the distribution is transformers' in every case.
+The engine's own steps cost nothing; a processor runs once for each node, with the node's own text. A step that
+does not fit this order (`typical_p`, which comes after `top_p`) makes the end part of the middle, so the
+distribution is transformers' in every case.
 
 Letters: B rows, T tokens of the widest prompt, V vocabulary.
 """
@@ -104,7 +104,7 @@ class Distribution:
         return plug.features({"raw_logits": logits}, processors, None, ())
 
     def _for_row(self, processor: Any, row: int) -> Processor:
-        """Return a processor that is shown one row alone, and sees what it would see of it in the batch."""
+        """Return a processor that is shown one row alone, and sees it as in the batch."""
         if type(processor) is PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), 1)
@@ -130,7 +130,8 @@ class _InBatch:
 
 
 def _may_know_rows(processor: Any) -> bool:
-    """Return whether a processor may treat rows differently: those from other libraries, and three of transformers."""
+    """Return whether a processor may treat rows differently: a processor from another library may, and three of
+    transformers."""
     kind = type(processor)
     own_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor) or kind.__name__.startswith(
         "Encoder"

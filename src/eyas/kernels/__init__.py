@@ -4,9 +4,9 @@ decoding cycle.
     matrix = pack(weight_OI)      in the narrowest format without loss, or rounded
     y_MO = linear(matrix, x_MI)   float32
 
-cpu/kernels.cpp describes how they compute. The result for a row is the same to the last bit,
-whatever other rows there are and with any number of threads. Letters as everywhere: M tokens, I
-inputs, O outputs, R rows, Q new nodes, T nodes in slots. This package knows no model and no method.
+cpu/kernels.cpp describes how they compute. The result for a row is the same to the last bit, with any other
+rows and any number of threads. Letters as everywhere: M tokens, I inputs, O outputs, R rows, Q new nodes, T
+nodes in slots. This package knows no model and no method.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _target_flags(isa: str) -> tuple[str, ...]:
     flags, needed = ISAS[isa]
     features = _features()
     if needed and not features:
-        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this system does not say what its processor has")
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, but this system does not list its processor's features")
     if missing := needed - features:
         raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this processor lacks {', '.join(sorted(missing))}")
     return flags
@@ -223,7 +223,7 @@ def _compile(command: list[str]) -> str:
 
 
 def _fault_of(built: Path) -> str:
-    """Return what is wrong with the library that the compiler wrote, or an empty string."""
+    """Return the fault of the library that the compiler wrote, or an empty string."""
     names = re.findall(r"^\w+ (eyas_\w+)\(", MAIN.read_text(encoding="utf-8"), re.MULTILINE)
     try:
         library = ctypes.CDLL(str(built))

@@ -96,8 +96,8 @@ def draw(
     """Draw a token at every acceptable node by the largest score + Gumbel noise; the largest score in greedy
     rows. Other nodes get -1, and their scores are not read.
 
-    The noise is what `sampling.GumbelNoise` has for the position after the node. It is computed
-    only for tokens that can still win.
+    The noise is the value that `sampling.GumbelNoise` has for the position after the node. It is computed only
+    for tokens that can still win.
 
     Args:
         depth_BN: the nodes' depths below their roots, which are at `position_B`.

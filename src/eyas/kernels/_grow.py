@@ -134,7 +134,7 @@ class Pending:
 def grow(
     net: Net, layers: Layers, tree_options: TreeOptions, forward: Pass, pending: Pending, root_tokens_R: Tensor
 ) -> Grown:
-    """Draft EAGLE-2's tree with a net, which first reads what is pending.
+    """Draft EAGLE-2's tree with a net, which first reads pending tokens.
 
     Args:
         forward: of the rows before that; its positions and masks are not read.

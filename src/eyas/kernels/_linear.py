@@ -34,8 +34,8 @@ LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/til
 
 
 def draft_format(draft_weights: str) -> WeightFormat:
-    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects what is
-    drafted, never the output text."""
+    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects drafts, never the
+    output text."""
     return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
 

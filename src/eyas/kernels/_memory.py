@@ -1,7 +1,7 @@
 """Memory for packed weights, in huge pages where Linux gives them.
 
 A pass reads all weights, and most of them from main memory. In pages of 2 MiB instead of 4 KiB the processor looks up
-fewer addresses, and fetches ahead across what would have been the end of a page.
+fewer addresses, and fetches ahead across the ends of smaller pages.
 """
 
 from __future__ import annotations

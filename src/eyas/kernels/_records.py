@@ -29,7 +29,7 @@ def address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | 
 
 
 def floats(*shape: int) -> Tensor:
-    """Return memory for kernels to write float32 to, whatever torch's default dtype and device are."""
+    """Return memory for kernels to write float32 to, for any default dtype and device of torch."""
     return torch.empty(*shape, dtype=torch.float32, device="cpu")
 
 

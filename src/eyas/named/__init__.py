@@ -6,10 +6,10 @@
 A local folder of the same name is taken instead of the model.
 
 heads.json lists hub ids of heads that others have published, by their targets, with the source of each entry. It was
-collected on the day that it names; nothing is fetched here. `fitting_heads` also finds those of
-the model that a fine-tune was made from, and models that draft for a whole family. Heads of one target
-are in the order in which `draft="auto"` tries them: those of a method's authors, then those whose
-format leaves nothing open, then others.
+collected on the day that it names; nothing is fetched here. `fitting_heads` also finds heads for the model that
+a fine-tune was made from, and models that draft for a whole family. Heads of one target are in the order in
+which `draft="auto"` tries them: first heads by a method's authors, then heads whose format leaves nothing open,
+then others.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def of_target(name: str) -> NamedModel | None:
 
 
 def shown_head(head: str | None) -> str | None:
-    """Return what a head is called: one of a named model's by that model's name, without its path here."""
+    """Return the shown name of a head. The head of a named model has that model's name, without its path here."""
     owner = next((model for model in models() if head in [str(path) for path in model.heads.values()]), None)
     return head if owner is None else owner.names[0]
 
 
 def place_of(target: str) -> str:
-    """Return a folder or hub id for what `target` names; "" for the embedded model, which has none.
+    """Return a folder or hub id for the name that `target` names; "" for the embedded model, which has none.
 
     Raises: see `NamedModel.place`.
     """
@@ -143,8 +143,8 @@ def listed_heads(target: str | None = None) -> list[ListedHead]:
 
 
 def _names(target: str) -> set[str]:
-    """Return the names of a target, in lower case: its id; for a folder the id that it has in the hub's cache, and all
-    listed ids that end with the folder's name."""
+    """Return the names of a target, in lower case: its id. For a folder they are its id in the hub's cache, and
+    all listed ids that end with the folder's name."""
     folder, known = Path(target), {head.target.lower() for head in _read()}
     cached = [part.removeprefix(IN_CACHE).replace("--", "/") for part in folder.parts if part.startswith(IN_CACHE)]
     alike = [name for name in known if folder.is_dir() and name.split("/")[1] == folder.name.lower()]
@@ -157,8 +157,8 @@ def left_out() -> list[tuple[str, str]]:
 
 
 def fitting_heads(target: str, config: Mapping[str, Any]) -> list[FittingHead]:
-    """Return the listed heads that fit a target, in the order in which they are tried: those for this very model, those for
-    the model that it was made from, those for its family.
+    """Return the listed heads that fit a target, in the order in which they are tried. First come heads for
+    this very model, then heads for the model that it was made from, then heads for its family.
 
     Args:
         target: as for `listed_heads`.
@@ -187,8 +187,8 @@ def fitting_heads(target: str, config: Mapping[str, Any]) -> list[FittingHead]:
 
 
 def _bases(target: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the models that a target was made from, as far as its own files say: `base_model` of the model card in
-    its folder, and the name that its config was saved with."""
+    """Return the models that a target was made from, as far as its own files say. These are `base_model` of the
+    model card in its folder, and the name that its config was saved with."""
     names = [str(config.get("_name_or_path") or "")]
     card = Path(target) / "README.md"
     if card.is_file():

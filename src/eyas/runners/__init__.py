@@ -176,9 +176,9 @@ def _no_fixed_order(reason: str) -> OptionError:
 def _disable_cudnn_attention(device: torch.device) -> None:
     """Switch torch's cuDNN attention off, for this process, if the target is on a GPU.
 
-    It makes a plan for every new shape, and the shapes of growing texts are always new; and with
-    fewer than 8 key-value heads cuDNN 9.19 has returned wrong numbers (pytorch issue 193893, on
-    another generation of GPUs). Other backends of attention stay.
+    It makes a plan for every new shape, and the shapes of growing texts are always new. With fewer than 8
+    key-value heads cuDNN 9.19 has returned wrong numbers (pytorch issue 193893, on another generation of GPUs).
+    Other backends of attention stay.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         torch.backends.cuda.enable_cudnn_sdp(False)

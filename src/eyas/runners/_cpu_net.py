@@ -109,8 +109,8 @@ def with_cpu_kernels(net: Net, weight_format: kernels.WeightFormat, threads: ker
     """Return a copy of a float32 net on the CPU that computes with the kernels.
 
     Args:
-        weight_format: the format of its linear layers' weights. Rounding a draft net changes what
-            it drafts, never the output text.
+        weight_format: the format of its linear layers' weights. Rounding a draft net changes its drafts, never
+            the output text.
     """
     copy = deepcopy(net)
     for module in list(copy.modules()):

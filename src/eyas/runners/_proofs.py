@@ -1,9 +1,9 @@
 """Remembers which models the CPU kernels have computed rightly on this machine, so that the
 comparison with the model's own forward is made once and not at every load.
 
-A proof is kept in the user's cache under everything that the comparison depends on: the weights (all
-of them, by checksums), the configuration, the model's modules, the compiled library, this package's
-sources, the processor and the versions of torch and transformers. Failures are not kept.
+A proof is kept in the user's cache under everything that the comparison depends on. These are the weights (all
+of them, by checksums), the configuration, the model's modules, the compiled library, this package's sources,
+the processor and the versions of torch and transformers. Failures are not kept.
 """
 
 from __future__ import annotations

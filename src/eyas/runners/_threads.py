@@ -4,10 +4,9 @@ use the cores.
 The threads of a forward wait for each other some eighty times. If another process runs on one of
 the cores, each wait can last until the system gives the core back, and a forward of 3 ms takes 200
 ms. So forwards are timed, by kind. After a few that take several times as long as usual for their
-kind, forwards run on one thread for some seconds; then all threads are tried again. Conversely, the
-number may have been chosen while another process was running: now and then a forward tries twice as
-many threads, and if that is faster several times in a row, the number stays doubled. Results do not
-depend on the number of threads.
+kind, forwards run on one thread for some seconds; then all threads are tried again. Conversely, the number may
+have been chosen while another process was running. So now and then a forward tries twice as many threads. If
+that is faster several times in a row, the number stays doubled. Results do not depend on the number of threads.
 
 This module knows no model.
 """

@@ -1,10 +1,9 @@
 """Runs a target's forwards on a CPU by compiled kernels.
 
-The kernels know the decoder layers of the model types in FAMILIES. When a runner is made, its
-logits and features over a prompt and a small tree are compared with those of the model's own
-forward, once for each model and machine (_proofs.py); if they differ, the runner is refused. The
-model is not changed: the kernels keep a copy of its weights, without loss in the narrowest format
-that holds them, or rounded on request (`WeightFormat`).
+The kernels know the decoder layers of the model types in FAMILIES. A new runner's logits and features over a
+prompt and a small tree are compared with the model's own forward, once for each model and machine (_proofs.py).
+If they differ, the runner is refused. The model is not changed: the kernels keep a copy of its weights, without
+loss in the narrowest format that holds them, or rounded on request (`WeightFormat`).
 
 A token's logits do not depend, to the last bit, on the other tokens of the pass. So a tree's logits
 equal plain decoding's exactly, not only up to rounding.
@@ -50,13 +49,12 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     """Return the target's runner by compiled kernels.
 
     Args:
-        own: eyas loaded the model from files, so it is what they say: what was found out about it
-            at an earlier load is still true.
+        own: eyas loaded the model from files, so it equals the files, and findings of an earlier load are still true.
         weight_format: the number format of its linear layers. A rounded format makes another
             target: plain decoding and trees both use it.
 
     Raises:
-        UnsuitedError: the kernels cannot run this target, or this machine lacks what the format needs.
+        UnsuitedError: the kernels cannot run this target, or this machine lacks instructions that the format needs.
         OptionError: the format would change nothing.
     """
     if (missing := kernels.why_not()) is not None:
@@ -171,7 +169,7 @@ class CpuRunner:
         return TargetOutput(*(x_MX.view(R, len(x_MX) // R, x_MX.shape[1]) for x_MX in outputs))
 
     def _run_unpadded(self, inputs: ForwardInput) -> TargetOutput:
-        """Run a forward without the padding behind `inputs.counts`."""
+        """Run a forward without the padding after `inputs.counts`."""
         R, Q = inputs.tokens_RQ.shape
         places = [r * Q + q for r, count in enumerate(inputs.counts) for q in range(count)]
         index_M = torch.tensor(places, device=inputs.tokens_RQ.device)

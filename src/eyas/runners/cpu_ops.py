@@ -72,7 +72,7 @@ class CpuOps(CpuCycleOps):
     @cached_property
     def draft_lm_head(self) -> kernels.Matrix:
         """The target's lm_head as draft nets without one of their own read it: rounded like their other weights.
-        A draft reads it once for each level, and in float32 that is most of what a draft takes."""
+        A draft reads it once for each level, and in float32 that is most of a draft's time."""
         if self.packed.kind not in ("float32", "bfloat16"):
             return self.packed
         rows = getattr(self.lm_head, "stored_rows", None)  # of a weight that stays in its file

@@ -1,8 +1,8 @@
 """Keys, as `Authorization: Bearer KEY` or Anthropic's `x-api-key: KEY`; and the names by which a server answers.
 
-A web page can point a name of its own at 127.0.0.1 and then read what a local server answers (DNS rebinding). The
-browser sends that name as `Host`, so a server for this machine alone refuses other names. A request without a name
-is let through: browsers always send one. So is /health, which load balancers ask for by any address.
+A web page can point a name of its own at 127.0.0.1 and then read a local server's answers (DNS rebinding). The
+browser sends that name as `Host`, so a server for this machine alone refuses other names. A request without a
+name is let through: browsers always send one. So is /health, which load balancers ask for by any address.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def allowed_hosts(listens_at: str, given: Collection[str], has_keys: bool) -> tu
 
 
 class HostCheck(Guard):
-    """Lets requests to one of these names through, whatever the port."""
+    """Lets requests to one of these names through, at any port."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         super().__init__(app)

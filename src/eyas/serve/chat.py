@@ -63,8 +63,8 @@ class TemplateFields(Body):
     _places: tuple[str, ...] = PrivateAttr(())
 
     def placed(self, places: Sequence[str], body: Body) -> Self:
-        """Keep what a client of another dialect calls each message, for errors, and whose body it is; returns the chat
-        itself."""
+        """Keep the names of messages in another dialect, for errors, and the dialect of the body. Return the
+        chat itself."""
         self._places, self._without_place = tuple(places), body._without_place
         return self
 

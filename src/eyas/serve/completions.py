@@ -123,7 +123,7 @@ async def complete(service: Service, request: Request, body: CompletionBody) -> 
 
 
 def _middles(service: Service, body: CompletionBody) -> list[Middle]:
-    """Return the prompts for what stands between each prompt and the suffix; [] without one."""
+    """Return the prompts for the text between each prompt and the suffix; [] without a suffix."""
     if not body.suffix:
         return []
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]

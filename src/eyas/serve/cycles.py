@@ -6,10 +6,10 @@
      "path": [0, 2], "bonus": 760, "bonus_text": " book", "ended": "other token",
      "ms": 7.4, "parts_ms": {"draft": 2.1, ...}, "plan": "16/5/4", "tau_so_far": 2.67}
 
-`tokens` are what the cycle emitted; `node` is a number in `nodes`, or null for a token of the
-target's own. Their texts together are the answer's text. The texts of `nodes` show a token by
+`tokens` are the emitted tokens; `node` is a number in `nodes`, or null for a token of the target's own. Their
+texts together are the answer's text. The texts of `nodes` show a token by
 itself: special tokens too, and the space that begins a word. `nodes`, `path`, `bonus` and `ended`
-are those of `features.Trace`. The object of a prefill has no nodes.
+come from `features.Trace`. The object of a prefill has no nodes.
 
 The server sends these objects (`cycles: true`), `eyas generate --view` writes them into a file.
 This module knows no web framework.

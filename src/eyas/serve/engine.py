@@ -1,4 +1,4 @@
-"""The engine: one thread owns the Decoders; the event loop hands it jobs and receives what they generate.
+"""The engine: one thread owns the Decoders; the event loop hands it jobs and receives their tokens.
 
     event loop                              engine thread
     submit(job) -> Answer    --- inbox -->  waiting, until fewer than `rows` sequences are in flight
@@ -108,7 +108,7 @@ class Engine:
     # --- called by the event loop and its workers ---
 
     def start(self) -> None:
-        """Begin to decode. Called in the event loop that is told what is generated."""
+        """Begin to decode. Called in the event loop that receives the tokens."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -118,7 +118,7 @@ class Engine:
             self._thread.join()
 
     def halt(self) -> None:
-        """Give up everything: whoever waits for an answer gets an error."""
+        """Give up everything: every waiting request gets an error."""
         self._inbox.put(None)
 
     def drain(self) -> None:
@@ -225,7 +225,8 @@ class Engine:
         return [*self._in_flight.values(), *self._waiting]
 
     def _read_inbox(self) -> bool:
-        """Do what the event loop asks for; wait for it if nothing is to be decoded. False: the thread ends."""
+        """Do the work that the event loop asks for; wait for it if nothing is to be decoded. False: the thread
+        ends."""
         wait = idle = not self._waiting and not self._in_flight
         if self._rest is not None and (idle or self._ended):
             self._ended = False

@@ -1,5 +1,5 @@
-"""Errors as clients expect them: a status, and OpenAI's {"error": {"message", "type", "param", "code"}}, or
-Anthropic's {"type": "error", "error": {"type", "message"}} on the paths of its dialect and for its clients.
+"""Errors as clients expect them: a status, and OpenAI's {"error": {"message", "type", "param", "code"}}. On the
+paths of Anthropic's dialect and for its clients it is {"type": "error", "error": {"type", "message"}}.
 
 400   a value, field or prompt that cannot be used       413   a body that is too large
 401   a wrong key                                        429   the queue is full: Retry-After says when to come back
@@ -180,7 +180,7 @@ def install(app: FastAPI) -> None:
 
 
 def _not_here(app: FastAPI, request: Request) -> str:
-    """Return the message for a path that is not served: what a client's base URL lacks, or has too much."""
+    """Return the message for a path that is not served: the part that a client's base URL lacks, or has too much."""
     path = request.url.path
     scope = {**request.scope, "path": f"/v1{path}"}
     if any(route.matches(scope)[0] is not Match.NONE for route in app.routes):

@@ -153,7 +153,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         None  # OpenAI's: keep the answer, which the server does for responses alone; false: do not learn
     )
     # eyas' own
-    speculation: bool | int | str | None = None  # False | "auto" | draft tokens at most | a method
+    drafting: bool | int | str | None = None  # "auto" | "off" | draft tokens at most | a method
     cycles: bool | None = None  # with stream: describe every cycle, for the page
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
@@ -179,13 +179,13 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             raise ValueError("must be a string or a list of strings, none of them empty")
         return listed or None
 
-    @field_validator("speculation", mode="before")
+    @field_validator("drafting", mode="before")
     @classmethod
-    def _check_speculation(cls, value: Any) -> Any:
+    def _check_drafting(cls, value: Any) -> Any:
         is_count = is_whole(value) and 1 <= value <= MOST_DRAFTED
         if value is not None and not isinstance(value, bool | str) and not is_count:
             raise ValueError(
-                f'must be false, "auto", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method'
+                f'must be "auto", "off", a number of draft tokens from 1 to {MOST_DRAFTED}, or the name of a method'
             )
         return value
 
@@ -197,9 +197,9 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         return bool(self.cycles)
 
     def job_fields(self) -> JsonObject:
-        names_method = isinstance(self.speculation, str) and self.speculation not in ("auto", "off")
+        names_method = isinstance(self.drafting, str) and self.drafting not in ("auto", "off")
         return {
-            "method": self.speculation if names_method else None,
+            "method": self.drafting if names_method else None,
             "timeout": self.timeout,
             "cycles": self.wants_cycles,
             "private": self.store is False,
@@ -219,8 +219,8 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
             given |= {"top_p": 1.0, "top_k": 1}
         if given.get("seed") == -1:  # as in vLLM and llama.cpp
             del given["seed"]
-        if isinstance(self.speculation, int) or self.speculation in ("auto", "off"):
-            given["draft"] = self.speculation
+        if isinstance(self.drafting, int) or self.drafting in ("auto", "off"):
+            given["drafting"] = self.drafting
         return {"temperature": 1.0, **given}
 
 

@@ -1,4 +1,4 @@
-"""Requests as they come in: ids and a line in the log for each, never what it says; bodies, and how large they may be."""
+"""Requests as they come in: ids and a line in the log for each, never its content; bodies and their largest size."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ async def read_body(request: Request, kind: type[Kind]) -> Kind:
 
 
 def _check_numbers(content: bytes) -> None:
-    """Refuse NaN and Infinity: JSON has neither, and what is sent back, such as `metadata`, would not be JSON."""
+    """Refuse NaN and Infinity: JSON has neither, and values that are sent back, such as `metadata`, would not
+    be JSON."""
     if b"NaN" not in content and b"Infinity" not in content:
         return
     for name, value in json.loads(content).items():

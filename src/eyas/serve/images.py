@@ -1,7 +1,8 @@
 """Images in messages, as OpenAI's clients send them: {"type": "image_url", "image_url": {"url":
 "data:image/png;base64,..."}}.
 
-The server fetches nothing and reads no file for a client: that would let clients see what only the server can reach.
+The server fetches nothing and reads no file for a client: that would let clients see places that only the
+server can reach.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Endpoints that generate nothing: models, health, version, counters; /tokenize and /detokenize, as in vLLM, which
-lm-eval finds by itself; /v1/corpora, texts that later requests of the same key are drafted from (`eyas serve
---recall`); and /v1/draft, by which another head of the same method and sizes drafts from the next cycle on.
+"""Endpoints that generate nothing: models, health, version and counters. vLLM's /tokenize and /detokenize,
+which lm-eval finds. The route /v1/corpora takes texts that later requests of the same key are drafted from
+(`eyas serve --recall`). The route /v1/draft replaces the head by another one of the same method and sizes, from
+the next cycle on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: those of the raw logits, before penalties,
-temperature and masks. A token's own value and its value among the most probable ones are one float: lm-eval compares
-them.
+"""Log-probabilities in OpenAI's two forms and in vLLM's form for prompts: they come from the raw logits,
+without penalties, temperature and masks. A token's own value and its value among the most probable ones are one
+float: lm-eval compares them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenTexts:
 
     @cached_property
     def _in_text(self) -> list[bytes | None]:
-        """By id, what a token adds to a text; None for special tokens and ids without a token."""
+        """By id, the text that a token adds; None for special tokens and ids without a token."""
         if self._tokenizer is None:
             return [str(token).encode() for token in range(self._vocab)]
         try:

@@ -1,5 +1,5 @@
-"""The marks by which a model tells reasoning, calls and content apart: a grammar, made once from the chat template and
-what a request asks for.
+"""The marks by which a model tells reasoning, calls and content apart: a grammar, made once from the chat
+template and the request.
 
 The chat template names the marks of its family. Where it names none, the tokenizer's response template does, or the one
 that transformers has for the model's type.

@@ -60,14 +60,14 @@ class Thinking(Strict):
 
 
 class Context(Strict):
-    """What is left out of a long conversation: nothing is, here."""
+    """The edits of a long conversation, which this server does not make."""
 
     edits: list[JsonObject] | None = None
 
 
 class CountBody(Body):
-    """Read a conversation in Anthropic's form. Further fields mean what they mean in a chat: `seed`,
-    `speculation`, `min_p`, ..."""
+    """Read a conversation in Anthropic's form. Further fields have the meaning that they have in a chat:
+    `seed`, `drafting`, `min_p`, ..."""
 
     model: str
     messages: Annotated[list[JsonObject], Field(min_length=1)]
@@ -280,7 +280,7 @@ class Writer(BlockWriter):
         yield _event("message_stop")
 
     def arguments(self, text: str) -> str:
-        """Return an object of JSON, which may be text within JSON; {} for what is not an object."""
+        """Return an object of JSON, which may be text within JSON; {} for other values."""
         value = read_arguments(text)
         try:
             return json.dumps(value if isinstance(value, dict) else {}, ensure_ascii=False, allow_nan=False)
@@ -305,7 +305,7 @@ class Writer(BlockWriter):
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, int]:
-        """Return token counts. What was not read again counts apart, as with Anthropic."""
+        """Return token counts. Tokens that were not read again count apart, as with Anthropic."""
         prompt, cached = len(self.job.prompts[0]), self.totals.cached_tokens
         return {
             "input_tokens": prompt - cached,

@@ -94,7 +94,7 @@ class Metrics:
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
-        """Return about how long a new sequence would wait behind `sequences`: whole seconds from 1 to 60."""
+        """Return about how long a new sequence would wait after `sequences`: whole seconds from 1 to 60."""
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def admitted(self, times: SequenceTimes) -> None:

@@ -27,7 +27,7 @@ ENDS = (*FILES, "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<repo_name>", "<|e
 
 @dataclass(frozen=True)
 class Middle:
-    """A prompt that asks for the middle, and what ends it besides the model's own end."""
+    """A prompt that asks for the middle, and its ends in addition to the model's own end."""
 
     ids: tuple[int, ...]
     stop: tuple[str, ...]
@@ -41,7 +41,7 @@ class Middle:
 
 
 def middle_of(tokenizer: Any, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> Middle:
-    """Return the prompt for what stands between two texts. `files`: names and texts of further files."""
+    """Return the prompt for the text between two texts. `files`: names and texts of further files."""
     vocabulary = tokenizer.get_vocab()
     marks = next((names for names in MARKS if all(name in vocabulary for name in names)), None)
     if marks is None:

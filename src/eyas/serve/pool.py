@@ -3,7 +3,7 @@ time.
 
 Most runners leave empty rows out (`Runner.skips_rows`); then one Decoder of a method has all rows. A recorded cycle
 computes every row, so Decoders are opened in several sizes, and a sequence enters the smallest one with room for all
-that is to be decoded. All of them share the weights; their caches grow with what they decode.
+that is to be decoded. All of them share the weights; their caches grow with their texts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class DecoderPool:
         self._taken = Counter[Decoder]()  # rows of each that are taken
 
     def busy(self) -> list[Decoder]:
+        """Return the Decoders that have requests."""
         return [decoder for decoder in self._decoders.values() if not decoder.finished]
 
     def take(self, method: str, load: int, adapter: str = "") -> Decoder:
@@ -53,6 +54,7 @@ class DecoderPool:
         return decoder
 
     def release(self, decoder: Decoder) -> None:
+        """Give back a row that `take` returned."""
         self._taken[decoder] -= 1
 
     def _size(self, kind: tuple[str, str], load: int) -> int:
@@ -92,7 +94,7 @@ class Methods:
     def drafter(self, method: str, adapter: str = "") -> Drafter:
         """Return the drafter of this method for an adapter of the target, adaptive where the server's own method is."""
         if method not in self.names:
-            raise OptionError(f"speculation: this server drafts by {', '.join(self.names)}; there is no {method!r}")
+            raise OptionError(f"drafting: this server drafts by {', '.join(self.names)}; there is no {method!r}")
         with self._lock:
             if (method, adapter) not in self._loaded:
                 own = adapter == self.llm.target.adapter

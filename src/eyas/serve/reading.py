@@ -1,7 +1,7 @@
 """From the text of one sequence to the parts of a message: content, reasoning_content and tool_calls.
 
-A stream and a whole answer have the same reader: a whole answer is a stream of a single piece. The reader goes no
-further than what a later text cannot change, so the pieces do not matter.
+A stream and a whole answer have the same reader: a whole answer is a stream of a single piece. The reader stops
+where a later text could change the result, so the pieces do not matter.
 
     content --<think>--> reasoning --</think>--> content --<tool_call>--> call --</tool_call>--> content
     content --<|channel|>--> head --<|message|>--> content, reasoning or call --<|end|>--> content

@@ -55,12 +55,15 @@ class Delta:
     error: Exception | None = None
 
     def joined(self, later: Delta) -> Delta:
+        """Return this Delta and the next one of the same sequence as one."""
         sums = {name: getattr(self, name) + getattr(later, name) for name in SUMMED}
         return replace(later, prefill=self.prefill or later.prefill, **sums)
 
 
 @dataclass(frozen=True)
 class CycleFigures:
+    """The counts of one cycle of one sequence."""
+
     emitted: int  # tokens, the bonus token included
     accepted: int  # drafted tokens on the accepted path, before cutting
     drafted: int  # candidate nodes that were verified
@@ -83,6 +86,7 @@ class CycleSums:
 
     @classmethod
     def from_cycles(cls, cycles: Sequence[CycleFigures]) -> CycleSums:
+        """Return the counts over some cycles."""
         return cls(
             cycles=len(cycles),
             emitted=sum(cycle.emitted for cycle in cycles),
@@ -100,6 +104,8 @@ class CycleSums:
 
 @dataclass
 class Totals:
+    """A sequence so far: its Deltas added up."""
+
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -111,17 +117,19 @@ class Totals:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
+        """Add the next Delta."""
         for name in SUMMED:
             vars(self)[name] += getattr(delta, name)
         self.finish = delta.finish or self.finish
         self.stop_reason = delta.stop_reason or self.stop_reason
 
     def as_delta(self, index: int = 0) -> Delta:
+        """Return everything so far as one Delta."""
         ids, values, of_prompt = tuple(self.token_ids), tuple(self.logprobs), tuple(self.prompt_logprobs)
         ends = self.finish, self.stop_reason
         return Delta(index, self.text, ids, *ends, prefill=True, logprobs=values, prompt_logprobs=of_prompt)
 
-    def speculation(self) -> dict[str, Any]:
+    def acceptance(self) -> dict[str, Any]:
         """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
         sums = CycleSums.from_cycles(drafts)

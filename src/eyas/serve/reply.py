@@ -1,4 +1,4 @@
-"""From the stream of a job to what a client reads: one response, or events. Each dialect says how they look.
+"""From the stream of a job to the client's form: one response, or events. Each dialect says how they look.
 
 Choices       chunks of completions and chats, for several sequences
 BlockWriter   one sequence as blocks: reasoning, text and calls, by typed events (/v1/responses, /v1/messages)
@@ -48,7 +48,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def add(self, delta: Delta) -> Events:
-        """Return the events of what came next; none while there is nothing to be seen."""
+        """Return the events of the next part; none while there is nothing to be seen."""
 
     @abstractmethod
     def ended(self) -> Events:
@@ -66,7 +66,7 @@ class Dialect(ABC):
 async def reply(
     service: Service, request: Request, dialect: Dialect, stream: bool, headers: Mapping[str, str]
 ) -> Response:
-    """Submit the dialect's job and answer with what comes of it."""
+    """Submit the dialect's job and answer with its result."""
     answer = await service.submit(dialect.job, owner_of(request.headers))
     if stream:
         return EventStream(dialect, answer, service.settings.keep_alive, headers)
@@ -196,7 +196,7 @@ class Choices(Dialect):
 
     def _figures(self, totals: list[Totals]) -> JsonObject:
         """Return usage, and acceptance where there is a single sequence."""
-        drafts = totals[0].speculation() if len(totals) == 1 else None
+        drafts = totals[0].acceptance() if len(totals) == 1 else None
         usage = usage_of(self.job, totals, self.reasoning_tokens())
         return {"usage": usage, "metrics": {"speculative_decoding": drafts}}
 

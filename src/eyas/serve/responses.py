@@ -251,11 +251,11 @@ class Writer(BlockWriter):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": output,
             "usage": self._usage(),
-            "metrics": {"speculative_decoding": self.totals.speculation()},
+            "metrics": {"speculative_decoding": self.totals.acceptance()},
         }
 
     def _head(self, status: str) -> JsonObject:
-        """Return the response object without what is generated."""
+        """Return the response object without the generated items."""
         body, keywords = self.body, self.job.keywords
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
         return {

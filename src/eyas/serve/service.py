@@ -1,5 +1,5 @@
-"""The service behind every endpoint that generates text. Tokenizing and checking a request may take long, so it is done
-in one worker thread, not in the event loop.
+"""The service of all endpoints that generate text. Tokenizing and checking a request may take long, so it is
+done in one worker thread, not in the event loop.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Service:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names that clients ask for: the target's, then those of its adapters."""
+        """The names that clients ask for: the target's, then its adapters'."""
         return self.settings.name, *self.llm.adapters
 
     def model_name(self, asked: str | None) -> str:

@@ -1,5 +1,5 @@
-"""Where targets come from, and what they may be beyond plain weights. A module with a class
-`Extension` declares what some targets have beyond layers with keys and values (`core.extensions`).
+"""Sources of targets, and targets beyond plain weights. A module with a class `Extension` declares properties
+of targets beyond layers with keys and values (`core.extensions`).
 
 pretrained.py     read a model and its tokenizer from a folder or the hub
 gguf_files.py     convert a file in GGUF format, once

@@ -84,8 +84,8 @@ def target_with_adapters(model: Any, name: str, adapters: str | Path | Mapping[s
 def adapters_of(given: Any) -> dict[str, str] | str | None:
     """Return adapters as `target_of` takes them: one folder, to be merged; or folders by name, to be switched.
 
-    Accepted are a path; a mapping from names to paths; and a list of paths and of texts
-    "NAME=PATH". A list of one path is that path.
+    Accepted are a path, a mapping from names to paths, and a list of paths and of texts "NAME=PATH". A list of
+    one path is that path.
 
     Raises:
         OptionError: something else, a name that is there twice, or the name "base".
@@ -150,7 +150,7 @@ def add_adapter_layers(model: PreTrainedModel, folder: str | Path) -> PreTrained
 
 def digest(folder: str | Path) -> str:
     """Return a hash of the adapter's tensors as they are stored. The target's fingerprint reads only a few matrices,
-    so it may miss what an adapter changes."""
+    so it may miss an adapter's changes."""
     with _peft_errors(folder):
         tensors = _import_peft().load_peft_weights(str(folder), device="cpu")
     total = hashlib.sha256()
@@ -280,7 +280,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise OptionError("adapters need peft: pip install 'eyas[peft]' (in a clone: pip install '.[peft]')") from error
+        raise OptionError("adapters need peft: pip install '.[peft]' in a clone of eyas") from error
     return peft
 
 

@@ -1,5 +1,5 @@
-"""Fingerprints of models: short texts by which eyas finds out whether a target is the one that a
-draft head was trained for; and doubts about a head without one, by its embeddings."""
+"""Fingerprints of models: short texts that tell eyas whether a draft head was trained for this target. A head
+without one is doubted by its embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Origin(TargetExtension):
-    """What a target's weights were before eyas added adapters.
+    """The weights of a target as they were without the adapters that eyas added.
 
     Attributes:
         base: fingerprint of the weights without an adapter; "": none was added.
@@ -112,8 +112,8 @@ def _knows_other_tokens(method: Any, target: Target) -> bool:
 def fingerprint_of(model: Any) -> str:
     """Return a hash of the names and shapes of all 2-D weights, and sums over three of them.
 
-    For a quantised model: the library's name, a hash of its layers' names, classes and sizes, and
-    sums over the outputs of three of these layers, because their weights are stored in many ways.
+    For a quantised model: the library's name, a hash of its layers' names, classes and sizes, and sums over the
+    outputs of three of these layers. The weights themselves are stored in many ways.
     """
     if library := quantised.library_of(model):
         return _of_quantised(model, library)

@@ -119,9 +119,7 @@ def check_gguf_packages() -> None:
     """Raise OptionError where a package that reads GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         if find_spec(package) is None:
-            raise OptionError(
-                f"files in GGUF format need {package}: pip install 'eyas[quantised]' (in a clone: pip install '.[quantised]')"
-            )
+            raise OptionError(f"files in GGUF format need {package}: pip install '.[quantised]' in a clone of eyas")
 
 
 def _check(source: str | Path, gguf_file: str) -> None:
@@ -295,7 +293,7 @@ def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None)
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> None:
-    """Add what transformers does not take from the file: digits that are split, the length of texts."""
+    """Add settings that transformers does not take from the file: digits that are split, the length of texts."""
     kind = file.get_field("tokenizer.ggml.pre")
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if kind is not None and kind.contents() in SPLITS_DIGITS and isinstance(backend.pre_tokenizer, ByteLevel):

@@ -45,8 +45,8 @@ def load_target(
 def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role: str = "target") -> Target:
     """Return a target from a model or a PeftModel. Raise ModelError if it cannot be run.
 
-    `adapters` change the model: a single one, by its folder, is merged into the weights, or
-    added in layers of its own if they are quantised; several, by name, are switched between.
+    `adapters` change the model. A single one, by its folder, is merged into the weights, or added in its own
+    layers if the weights are quantised. Several, by name, are switched between.
     """
     try:
         if not adapters and not is_peft_model(model):
@@ -63,7 +63,8 @@ def target_of(model: Any, name: str = "", adapters: AdapterFolders = None, role:
 
 def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
     """Return a key that changes when weights or buffers are replaced, moved, cast or written to in place (except through
-    `.data`), and when scales, hooks or other forwards come or go: what kernels and kept keys do not follow."""
+    `.data`). It also changes when scales, hooks or other forwards come or go. Kernels and kept keys do not
+    follow these changes."""
     everywhere = torch.nn.modules.module
     parts = [getattr(model.config, "_attn_implementation", None)]
     parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]

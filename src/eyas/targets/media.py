@@ -1,11 +1,11 @@
 """Prompts with images, sounds or videos: token ids, and the other inputs that a processor of
 transformers makes of them.
 
-The model's own forward reads such a prompt, whole: only its code knows where the features of an
-image go, which tokens of an image see each other (in Gemma 3 all of them), and which positions they
-get (in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
-(`Extension.read_media`). Text is then decoded as after any prompt. If positions do not advance by
-one per token, the text's first position is not the prompt's length: `position_shift`.
+The model's own forward reads such a prompt as a whole, because only its code knows where the features of an
+image go. It also knows which tokens of an image see each other (in Gemma 3 all of them), and which positions
+they get (in Qwen's models in three dimensions). Its keys and values are then put into a row's cache
+(`Extension.read_media`). Text is then decoded as after any prompt. If positions do not advance by one per
+token, the text's first position is not the prompt's length: `position_shift`.
 
 This module knows no tree and no method. Letters: B rows, R rows of a forward, Q new nodes, T tokens,
 V vocabulary, F feature width, K heads, h head size.
@@ -127,8 +127,8 @@ def reads_media(model: nn.Module) -> bool:
 
 
 def describes_media(name: str, value: Any) -> bool:
-    """Return whether an input of the forward is read with the prompt alone: one of images or the like, token types that
-    mark their tokens, or positions that count them (three numbers for each token)."""
+    """Return whether an input of the forward is read with the prompt alone. It may belong to images or the
+    like, be token types that mark their tokens, or positions that count them (three numbers for each token)."""
     if name == "position_ids":
         return isinstance(value, Tensor) and value.ndim == 3
     return name.endswith(TOKEN_TYPES) or name.startswith("input_values") or not MEDIA_WORDS.isdisjoint(name.split("_"))

@@ -1,5 +1,5 @@
-"""Models whose weights are not whole on one device: layers compute on several devices, or weights
-are offloaded to memory or to a disk (both by a `device_map`), or processes share them (`tp_plan`).
+"""Models whose weights are not whole on one device. Layers compute on several devices, or weights are offloaded
+to memory or to a disk (both by a `device_map`), or processes share them (`tp_plan`).
 
 accelerate puts a hook on each module, which fetches the module's weights before its forward and
 moves its inputs to the device that it computes on. The hook of the whole model returns the logits

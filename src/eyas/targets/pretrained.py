@@ -119,7 +119,7 @@ def _device_map_keywords(device_map: DeviceMap | None) -> dict[str, Any]:
     if device_map is None:
         return {}
     if find_spec("accelerate") is None:
-        raise OptionError("a device_map needs accelerate: pip install 'eyas[offload]' (in a clone: '.[offload]')")
+        raise OptionError("a device_map needs accelerate: pip install '.[offload]' in a clone of eyas")
     return {"device_map": device_map.device_map, "offload_folder": device_map.folder}
 
 
@@ -198,7 +198,7 @@ def _template_of_processor(source: str) -> Any:
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Return whether a local folder, or what the cache has of a hub id, holds files of a tokenizer."""
+    """Return whether a local folder, or the cached part of a hub repository, holds files of a tokenizer."""
     folder = _folder(source)
     return folder is not None and _has_files_of_tokenizer(folder)
 

@@ -1,21 +1,20 @@
 """Recurrent and convolutional state of a target's layers (Mamba, gated delta nets, short
 convolutions), for whole draft trees.
 
-A state layer reads one token after another, each from the state after the token before. That state
-has no slots, so nothing of it can be masked or cut off when a drafted token is rejected. So the
-nodes of a tree go through a state layer level by level: each node starts from the state of its
-parent, and its own state is stored for its children.
+A state layer reads one token after another, each from the state after its predecessor. That state has no slots,
+so nothing of it can be masked or cut off when a drafted token is rejected. So the nodes of a tree go through a
+state layer level by level. Each node starts from the state of its parent, and its own state is stored for its
+children.
 
     tree     0 --- 1 --- 3        step 0   node 0       from the committed state
                 |--- 2            step 1   nodes 1, 2   both from the state of node 0, as two rows of one token
                                   step 2   node 3       from the state of node 1
 
-When a path is accepted, the state of its last node becomes the row's committed state; those of the
-other nodes are dropped. No token is read twice, rows accept different numbers of tokens without
-padding, and every node is computed like a token of plain decoding: by the module's own forward, for
-one token (`run_levels`). All other modules (attention, MLP, norms, lm_head) see the whole tree in
-one pass, as they do in other models. A pass over a tree of depth d calls each state module d + 1
-times.
+When a path is accepted, the state of its last node becomes the row's committed state, and the other nodes'
+states are dropped. No token is read twice, and rows accept different numbers of tokens without padding. Every
+node is computed like a token of plain decoding: by the module's own forward, for one token (`run_levels`). All
+other modules (attention, MLP, norms, lm_head) see the whole tree in one pass, as they do in other models. A
+pass over a tree of depth d calls each state module d + 1 times.
 
 The modules are the model's own (`targets.state_modules`), and during a forward the states are in
 transformers' own cache layers. Prompts go through the modules in chunks, as in the model's
@@ -240,7 +239,7 @@ class RowStates(TargetState):
 
         Args:
             length_B: number of committed tokens before this commit.
-            path_BP: int64; node numbers; -1 past the end.
+            path_BP: int64 node numbers; -1 past the end.
             count_B: nodes on the path; 0: the row stays as it is.
         """
         row_R = (active_B & (count_B > 0)).nonzero()[:, 0]

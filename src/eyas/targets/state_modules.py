@@ -3,16 +3,16 @@ the nodes of trees.
 
 All families of transformers that keep such states in a cache reach them by four methods of it
 (`get_conv_state`, `update_conv_state`, `get_recurrent_state`, `update_recurrent_state`). A
-`ProbeCache` notes which module calls them. Then each module is tested alone, with the inputs that
-it had: reading one token after another, it must give the outputs that it gave for all of them at
-once, because trees are read in that way (`targets.recurrent`). Some modules cannot continue from a
-state with several tokens at once (Mamba 1 then starts from zeros, without an error). They are found
-by the same test, and continue a text token by token.
+`ProbeCache` notes which module calls them. Then each module is tested alone, with the inputs that it had.
+Reading one token after another, it must give the outputs that it gave for all of them at once, because trees
+are read in that way (`targets.recurrent`). Some modules cannot continue from a state with several tokens at
+once (Mamba 1 then starts from zeros, without an error). They are found by the same test, and continue a text
+token by token.
 
 Nodes of trees are read level by level, each level as a batch of rows of one token. `tree_levels` sorts nodes by depth;
-`run_levels` runs one module over them. Linear layers act on each token alone. So those that read the module's input (the
-input projections) run once for all nodes before the levels, and the one that makes its output (the output projection)
-once after them: their weights, most of the module's, are read once instead of once per level.
+`run_levels` runs one module over them. Linear layers act on each token alone. So the input projections run once
+for all nodes, ahead of the levels, and the output projection runs once after them. Their weights, most of the
+module's, are read once instead of once per level.
 
 This module knows no rows and no family: the caller of `run_levels` puts the states of a level's parents where the module
 reads them. Letters: R rows of a forward, T uncommitted nodes, Q new nodes among them, M nodes of one level in all rows.

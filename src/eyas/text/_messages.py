@@ -1,5 +1,5 @@
-"""The messages of a chat, in the one form that chat templates are given: what clients send and what
-files of training data hold is brought into it here.
+"""The messages of a chat, in the one form that chat templates are given. Messages of clients and of training
+files are brought into it here.
 
 This module knows no tokenizer and no template.
 """
@@ -147,8 +147,8 @@ def read_arguments(given: Any) -> Any:
 
 
 def template_keywords(record: Mapping[str, Any]) -> Fields:
-    """Return the keywords of `render` that stand beside the messages in a line of a file: `tools` or `functions`, a
-    list or its JSON, and `chat_template_kwargs`."""
+    """Return the keywords of `render` that stand next to the messages in a line of a file: `tools` or
+    `functions`, a list or its JSON, and `chat_template_kwargs`."""
     tools = _parsed(record.get("tools") or record.get("functions"))
     if not isinstance(tools, list | None) or not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise InputError('"tools" must be a list of {"type": "function", "function": {"name": ...}}')

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 class Detokeniser:
     """Turns token ids into text, token by token.
 
-    After any ids, the texts that `feed` returned and `tail()` together are exactly
-    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. Text that
-    `feed` returned never changes. Ids that the tokenizer does not have (a padded vocabulary) have
-    no text, as in `decode`. For a tokenizer outside the two kinds named at the top of this file
-    this holds as far as its decoding is local.
+    After any ids, the texts that `feed` returned and `tail()` together are exactly `tokenizer.decode(ids,
+    skip_special_tokens=True, clean_up_tokenization_spaces=False)`. Text that `feed` returned never changes. Ids
+    that the tokenizer does not have (a padded vocabulary) have no text, as in `decode`. For a tokenizer outside the
+    two kinds named at the top of this file this holds as far as its decoding is local.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -172,14 +171,13 @@ class _Pieces:
     """Decoders that join the tokens' own texts: SentencePiece with or without byte tokens, WordPiece,
     </w> BPE, none.
 
-    The tokenizer's decoder reads one *group* of tokens between two anchors, which represent
-    the rest of the text:
+    The tokenizer's decoder reads one *group* of tokens between two anchors, which represent the rest of the text:
 
         [anchor] group [anchor]     the group's text with more to come        (no left anchor for the first group)
         [anchor] group              its text if nothing follows               certain is what both begin with
 
-    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up to
-    the first that has text: a decoder strips leading spaces from the text, not from a token.
+    A group is one token, or a run of byte tokens, or, at the beginning of the text, the tokens up to the first
+    that has text. A decoder strips leading spaces from the text, not from a token.
     """
 
     _ANCHOR = "a"

@@ -1,5 +1,5 @@
-"""Prompts and chats to token ids. One function writes chats by a chat template, for the server, for
-every command and for training: what a head learns is what it is asked later.
+"""Prompts and chats to token ids. One function writes chats by a chat template, for the server, for every
+command and for training, so a head meets the form that it learned.
 
 This module knows one Hugging Face tokenizer.
 """
@@ -84,12 +84,12 @@ def write_chat(
         chat_template_kwargs: variables of the template, such as enable_thinking; none that the tokenizer's own
             function has as a parameter, for one of them is the template itself.
         marks: look for the template's marks.
-        now: the time that the template is told, which may write today's date.
+        now: the time that the template is told; it may write the date.
 
     Raises:
-        InputError: a message is malformed, the tokenizer has no chat template, or the template
-            refuses the chat (a role that it does not know, turns that do not alternate); the
-            error then holds the template's own reason, and the message's number where it has one.
+        InputError: a message is malformed, the tokenizer has no chat template, or the template refuses the chat
+            (an unknown role, turns that do not alternate). The error then holds the template's own reason, and
+            the message's number where it has one.
     """
     chat = check_messages(messages, ("text",))
     if not getattr(tokenizer, "chat_template", None):
@@ -132,7 +132,8 @@ def _at(now: datetime, template: str) -> str:
 
 @lru_cache(64)
 def _roles_in_parts(template: str, names: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Return the roles whose content the template reads as a list of parts, as those of Idefics3 and Llava do."""
+    """Return the roles whose content the template reads as a list of parts, as the templates of Idefics3 and
+    Llava do."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     found, word = set[str](), "Word4you"
@@ -167,7 +168,7 @@ def _as_read(message: Message, parts: bool) -> Message:
 
 
 def _written(write: Callable[[Messages], tuple[str, list[Span]]], chat: Messages) -> tuple[str, list[Span]]:
-    """Return what the template writes. Where it refuses the chat or leaves text out, it gets other forms of it."""
+    """Return the template's text. Where it refuses the chat or leaves text out, it gets other forms of it."""
     from eyas.text.forms import SYSTEM, other_forms
 
     said = [_as_read(message, parts=False)["content"].strip() for message in chat[1:] if message["role"] in SYSTEM]
@@ -204,8 +205,8 @@ def _refused_message(write: Callable[[Messages], Any], chat: Messages, reason: s
 
 
 def for_template(chat: Messages, template: str) -> list[Message]:
-    """Return the checked messages as this template knows them: without a role "developer" that it does not name,
-    which joins the system's message before it, and with None for content that it asks about and is empty."""
+    """Return the checked messages as this template knows them. They are without a role "developer" that it does not
+    name, which joins the system's message before it, and with None for content that it asks about and is empty."""
     if ASKS_FOR_NONE.search(template):
         chat = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in chat]
     if DEVELOPER.search(template):

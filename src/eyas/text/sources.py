@@ -103,7 +103,7 @@ def package_errors(file: RemoteFile) -> Iterator[None]:
 
 
 def _repair(file: RemoteFile) -> str:
-    """Return the command that installs what reads a URL, if there is more than fsspec's own message."""
+    """Return the command that installs the reader of a URL, if there is more than fsspec's own message."""
     from fsspec.registry import known_implementations
 
     protocols = [part.partition("://")[0] for part in file.url.split("::")]
@@ -125,7 +125,7 @@ def parquet_rows(file: File) -> Iterator[bytes]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise OptionError(
-            f"{file}: files in Parquet need pyarrow: pip install 'eyas[parquet]' (in a clone: pip install '.[parquet]')"
+            f"{file}: files in Parquet need pyarrow: pip install '.[parquet]' in a clone of eyas"
         ) from error
     with read_errors(file), opened(file) as stream:
         try:

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: attention of tree nodes split over the keys, what is computed between a layer's matrix
+"""Triton kernels for GPUs: attention of tree nodes split over the keys, the steps between a layer's matrix
 products, verification, and draft nets in fp8.
 
     runner.py               what eyas asks for: operations of a cycle, layers of a target
@@ -15,8 +15,8 @@ products, verification, and draft nets in fp8.
     _score_kernels.py       Triton: scores by temperature, top-k, top-p and min-p
     _cycle_kernels.py       Triton: draws with noise, the accepted path, its commit
 
-It is a distribution beside eyas, which finds it by an entry point of the group "eyas.parts". CUDA graphs are eyas' own
-(`eyas.runners`). Triton is imported on a GPU only; its interpreter runs the kernels' tests on a CPU.
+It is its own distribution, and eyas finds it by an entry point of the group "eyas.parts". CUDA graphs are eyas'
+own (`eyas.runners`). Triton is imported on a GPU only; its interpreter runs the kernels' tests on a CPU.
 """
 
 __version__ = "0.1.0"

@@ -1,5 +1,4 @@
-"""Triton kernels: attention of tree nodes to a cache, split over the keys. `_reference.py` says
-what they compute.
+"""Triton kernels: attention of tree nodes to a cache, split over the keys. `_reference.py` describes their results.
 
 This module is imported on GPUs and by tests with Triton's interpreter only. It uses features that
 Triton has had since 3.0.

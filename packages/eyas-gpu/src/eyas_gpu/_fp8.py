@@ -2,7 +2,7 @@
 dominates the time of a draft level.
 
 Weights are rounded to e4m3 with a scale per output, activations with a scale per row at every call.
-For draft nets only: it changes what is drafted, never the output text.
+For draft nets only: it changes drafts, never the output text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Triton kernels for what is between the matrix products of a LLaMA layer. `_reference.py` says
-what they compute.
+"""Triton kernels for the steps between the matrix products of a LLaMA layer. `_reference.py` describes their results.
 
 This module is imported on GPUs and by tests with Triton's interpreter only.
 """

@@ -1,4 +1,5 @@
-"""The GPU kernels' results in torch: what tests compare them with, and what runs in their place on a CPU.
+"""The GPU kernels' results in torch: tests compare the kernels with them, and they run in the kernels' place on
+a CPU.
 
 Attention is split over the keys, as in the kernels: one token has few queries, and without a split
 most of a GPU waits. Each part has its own softmax; `attention_combine` weighs the parts by their
@@ -33,8 +34,8 @@ def attention_parts(
     """Attention over each part of the keys: float32 [S, R, Q, H, h], and the log2 of the
     denominators [S, R, Q, H].
 
-    A query sees the committed slots (with a window: those whose position, which is the slot, is
-    less than `window` before its own), and of the nodes after them those that are visible.
+    A query sees the committed slots (with a window: slots whose position, which is the slot, is less than
+    `window` before its own). Of the nodes after them it sees the visible ones.
 
     Args:
         length_R: int64; committed slots of each row.

@@ -26,7 +26,7 @@ LENGTHS = (190, 70)  # committed slots of two rows
 
 
 def fault_of_kernels(device: torch.device, ops: Ops) -> str:
-    """Return the first kernel that fails on this device, and how; "" if all do what they should.
+    """Return the first kernel that fails on this device, and how; "" if all work.
 
     Args:
         ops: the kernels' implementation of draws, paths and commits.

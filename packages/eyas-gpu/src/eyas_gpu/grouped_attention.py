@@ -1,10 +1,9 @@
 """Grouped-query attention over a tree without copies of keys and values.
 
-With a mask and more than one query token, transformers' sdpa repeats keys and values for every
-query head: with four query heads for each key-value head, every layer of every forward reads and
-writes four times the cache. This attention reads keys and values in place (`nn.grouped_attention`).
-It is registered with transformers under NAME; within `grouped_attention_enabled`, models with sdpa
-attention use it.
+With a mask and more than one query token, transformers' sdpa repeats keys and values for every query head. With
+four query heads for each key-value head, every layer of every forward then reads and writes four times the
+cache. This attention reads keys and values in place (`nn.grouped_attention`). It is registered with
+transformers under NAME; within `grouped_attention_enabled`, models with sdpa attention use it.
 
 Letters: B rows, K key-value heads, G query heads that share one, N new nodes, W slots, h width of a head.
 """

@@ -5,15 +5,14 @@ launches forty.
     queries, keys, values  1    output                  1                      gate and up       1    down     1
     rotation and cache     1
 
-A layer has this shape if its modules are: norm, attention with rotary positions (norms of heads and
-biases are optional), norm, and a gated MLP or any other module in its place (experts). When the
-layers are made, logits and features are compared with those of the model's own forward; if they
-differ, the layers are refused. So an operation between these modules that no module shows is
-noticed.
+A layer has this shape if its modules are norm, attention with rotary positions, norm, and a gated MLP or any
+other module in its place (experts). Norms of heads and biases are optional. When the layers are made, logits
+and features are compared with the model's own forward; if they differ, the layers are refused. So an operation
+between these modules that no module shows is noticed.
 
-**Weights.** The matrices of queries, keys and values become one, and those of gate and up: for a
-model that eyas loaded itself. The parameters become views of the common matrix, layer by layer, so
-nothing is stored twice and every parameter keeps its values. A model that the user loaded is left
+**Weights.** In a model that eyas loaded, the matrices of queries, keys and values become one, and so do gate
+and up. The parameters become views of the common matrix, layer by layer, so nothing is stored twice and every
+parameter keeps its values. A model that the user loaded is left
 alone: its matrices are multiplied one by one, with three more kernels a layer.
 
 Hooks of the model's modules are not called.

@@ -1,5 +1,5 @@
-"""The GPU kernels as operators of torch: by Triton on CUDA, in torch (`_reference.py`) on a CPU. Those of verification
-run by Triton alone; their reference is in `eyas.core`.
+"""The GPU kernels as operators of torch: by Triton on CUDA, in torch (`_reference.py`) on a CPU. The operators
+of verification run by Triton alone; their reference is in `eyas.core`.
 
 As operators they have shapes without being run, so torch.compile and tests on fake tensors see
 through them. This module knows no model and no cache.

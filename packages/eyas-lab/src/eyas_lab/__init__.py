@@ -1,4 +1,4 @@
-"""What measures eyas and what it is compared with: a distribution beside eyas.
+"""Measurements of eyas, and comparisons with other methods and engines: a distribution of its own.
 
     bench/        methods compared on tasks
     audit/        whether a deployment is lossless

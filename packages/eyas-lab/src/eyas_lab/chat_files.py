@@ -1,5 +1,5 @@
-"""Files of conversations in OpenAI's or ShareGPT's form: one a line or as one JSON array, plain or .gz, or the rows of a
-Parquet file; each on this machine or at a URL.
+"""Files of conversations in OpenAI's or ShareGPT's form: one a line or as one JSON array, plain or .gz, or the
+rows of a Parquet file. Each may be on this machine or at a URL.
 
 Training, benches and regeneration read them. This module knows no tokenizer and no model.
 """

@@ -221,8 +221,8 @@ def build(
         on_stage: called with a description of each stage.
 
     Raises:
-        InputError: the folder holds something else; a source has no tokens, or tokens that are not in
-            the vocabulary; all together have 2^32 tokens or more; a file cannot be written.
+        InputError: the folder holds something else, or a file cannot be written. Or a source has no tokens, or
+            tokens that are not in the vocabulary, or all together have 2^32 tokens or more.
     """
     sources = list({source.sha256: source for source in sources}.values())
     if (held := _held(folder)) is not None:
@@ -317,10 +317,9 @@ def order_of(tokens_T: Array, depth: int) -> Array:
     """Return the positions of all suffixes, sorted by at least their first `depth` tokens, uint32 [T].
 
     Prefix doubling (Manber and Myers 1993), where only suffixes that are still tied are sorted again
-    (Larsson and Sadakane 1999). Suffixes that agree in their first `depth` tokens stay in the order of
-    their positions: a look-up of `depth` tokens cannot tell, and a text that repeats itself takes no
-    more rounds than another. It takes fewer than 2^32 tokens and needs about 60 bytes of memory for
-    each.
+    (Larsson and Sadakane 1999). Suffixes that agree in their first `depth` tokens stay in the order of their
+    positions. A look-up of `depth` tokens cannot tell, and a text that repeats itself takes no more rounds than
+    another. It takes fewer than 2^32 tokens and needs about 60 bytes of memory for each.
     """
     T = len(tokens_T)
     bits = max(1, int(tokens_T.max()).bit_length())

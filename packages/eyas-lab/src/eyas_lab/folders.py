@@ -47,8 +47,8 @@ def check_output_folder(folder: str | Path, part: str = "") -> None:
     Args:
         part: the part of the folder that the work locks, as for `locked_output`.
 
-    Raises InputError when another process holds the lock, when the path is no folder, or when it
-    cannot be made. The work itself makes it and takes the lock again.
+    Raises InputError when another process holds the lock, when the path is not a folder, or when it cannot be
+    made. The work itself makes it and takes the lock again.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -99,12 +99,12 @@ def read_versioned(
     missing: str,
     damaged: Callable[[str], InputError],
 ) -> Content:
-    """Return the content of a JSON file whose keys "format" and "version" say what it is.
+    """Return the content of a JSON file whose keys "format" and "version" tell its kind.
 
     Args:
         version: the newest one that `interpret` knows.
-        interpret: makes the content from the file's object; it may raise what a wrong object makes
-            Python raise.
+        interpret: makes the content from the file's object; it may raise the errors that a wrong object causes
+            in Python.
         missing: the message when there is no such file.
         damaged: the error for a file that holds something else, from the reason.
 

@@ -10,8 +10,9 @@
     training.py    a training whose processes Ray starts, and starts again
     serving.py     `eyas serve` as a fleet; what `serve deploy` and `ray.serve.llm` import
 
-It is a distribution beside eyas, which finds it by entry points of the group "eyas.parts". Only `serving.py` knows the
-server of eyas: a caller gives the others what makes one (`replica.Server`). Nothing imports Ray before it is asked for.
+It is its own distribution, and eyas finds it by entry points of the group "eyas.parts". Only `serving.py` knows
+the server of eyas: a caller gives the others a function that makes one (`replica.Server`). Nothing imports Ray
+before it is asked for.
 """
 
 __version__ = "0.1.0"

@@ -1,8 +1,9 @@
 """Work on many items with several processes, on Ray Data.
 
-Each worker builds its function once, and then receives a few items at a time. Ray gives the items of a worker that died to
-another one; the caller gets every outcome once, in the order of the items, and as fast as it takes them. Items and
-outcomes go between these processes as pickles, as all of Ray's own messages do; none is read from a file.
+Each worker builds its function once, and then receives a few items at a time. Ray gives the items of a worker
+that died to another worker. The caller gets every outcome once, in the order of the items, and as fast as it
+takes them. Items and outcomes go between these processes as pickles, as all of Ray's own messages do; none is
+read from a file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Workers:
 
     Attributes:
         number: how many there are.
-        cpus, gpus: what each uses.
+        cpus, gpus: numbers that each uses.
     """
 
     number: int
@@ -56,7 +57,7 @@ def worked(
         make: builds the function that works on items; it is called once in each worker.
 
     Raises:
-        EyasError: what `make` or its result has raised. Ray does not try again, whatever the exception was; it does
+        EyasError: `make` or its result has raised it. Ray does not try again after an exception, but it does
             where a process is lost.
     """
     if not items:
@@ -84,8 +85,8 @@ def worked(
 
 
 def piece_size(items: int, workers: int) -> int:
-    """Return how many items a worker takes at a time: enough to keep its rows full, and few enough that all workers
-    end together and that one which dies has done little in vain."""
+    """Return the number of items that a worker takes at a time. They are enough to keep its rows full, and few
+    enough that all workers end together and a dying one has done little in vain."""
     return max(1, min(MAX_ITEMS, items // (PIECES * workers)))
 
 

@@ -42,7 +42,7 @@ log = logging.getLogger("eyas.ray")
 
 
 def middlewares() -> list[Any]:
-    """Return what Ray's proxy is wrapped in."""
+    """Return the wrapper of Ray's proxy."""
     from starlette.middleware import Middleware
 
     return [Middleware(Gate)]
@@ -121,7 +121,7 @@ class Body:
         return b"".join(message.get("body", b"") for message in self._messages)
 
     def replay(self) -> Receive:
-        """Return a `receive` that begins with what is kept."""
+        """Return a `receive` that begins with the kept part."""
         kept = iter(self._messages)
 
         async def receive() -> Message:

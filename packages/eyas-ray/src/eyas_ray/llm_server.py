@@ -1,4 +1,4 @@
-"""A server of eyas behind `ray.serve.llm`, as the class that a model's `server_cls` names.
+"""A server of eyas under `ray.serve.llm`, as the class that a model's `server_cls` names.
 
 Ray's ingress speaks OpenAI's interface with clients, and calls `chat`, `completions`, `tokenize` and `detokenize` of a
 replica. Each of them asks the server's own application in the same process, so a request is checked and answered as
@@ -39,8 +39,8 @@ def options_of(llm_config: Any) -> dict[str, Any]:
 class LLMServer:
     """The class of a deployment of `ray.serve.llm`. Its methods are Ray's `LLMServerProtocol`, by name.
 
-    A subclass says in `make` how the server is made. What the protocol asks for beyond answers and health, such as
-    sleep, pause and profiles, is not there: Ray's ingress answers such a call with an error.
+    A subclass says in `make` how the server is made. The protocol's other calls, such as sleep, pause and
+    profiles, are not there: Ray's ingress answers such a call with an error.
     """
 
     server: Server
@@ -108,7 +108,7 @@ class LLMServer:
         return self._answer("/detokenize", "Detokenize", request, raw_request_info)
 
     async def _answer(self, path: str, kind: str, request: Any, info: Any) -> Answers:
-        """Yield what the application answers to a request, in the classes of `ray.serve.llm`."""
+        """Yield the application's answer to a request, in the classes of `ray.serve.llm`."""
         from ray.llm._internal.serve.core.configs import openai_api_models as models
 
         body = request.model_dump(mode="json", exclude_unset=True)

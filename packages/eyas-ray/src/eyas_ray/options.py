@@ -1,4 +1,4 @@
-"""How many replicas there are, what each may use, and what Ray Serve is told about them."""
+"""The number of replicas, the resources of each, and their settings for Ray Serve."""
 
 from __future__ import annotations
 

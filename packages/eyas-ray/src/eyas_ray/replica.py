@@ -32,7 +32,7 @@ class Server(Protocol):
         """Return the ASGI application."""
 
     def check(self) -> None:
-        """Raise an exception if it can serve no longer."""
+        """Raise an exception if it cannot serve any more."""
 
     def figures(self) -> dict[str, float]:
         """Return its load and its acceptance."""

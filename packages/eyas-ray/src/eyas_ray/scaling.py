@@ -1,7 +1,8 @@
 """How many replicas the load asks for, by eyas' own figures: the policy of a fleet with `max_replicas`.
 
 Ray counts requests; a replica's rows are taken by sequences. One request may have many (`n`, several
-prompts), so requests say too little. Ray applies its delays, its factors and its bounds to what `by_sequences` returns.
+prompts), so requests say too little. Ray applies its delays, its factors and its bounds to the number that
+`by_sequences` returns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def by_sequences(context: Any) -> tuple[int, dict[str, Any]]:
     """Return so many replicas that every sequence has a row, and no state.
 
     Args:
-        context: Ray's `AutoscalingContext`. Its figures are those of `Replica.record_autoscaling_stats`, by name and
-            replica; until there are any, the number of replicas stays.
+        context: Ray's `AutoscalingContext`. Its figures come from `Replica.record_autoscaling_stats`, by name
+            and replica; until there are any, the number of replicas stays.
     """
     figures = context.aggregated_metrics or {}
     rows = list((figures.get("rows") or {}).values())

@@ -134,7 +134,7 @@ def server_class() -> type:
     from eyas_ray.llm_server import LLMServer
 
     class EyasLLMServer(LLMServer):
-        """`eyas serve` behind the ingress of `ray.serve.llm`."""
+        """`eyas serve` under the ingress of `ray.serve.llm`."""
 
         @staticmethod
         def make(options: Mapping[str, Any]) -> ReplicaServer:

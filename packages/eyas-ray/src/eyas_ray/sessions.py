@@ -1,8 +1,8 @@
 """Derive a session's name from the body of a request.
 
 Requests of one session begin with the same tokens, whose keys and values the replica that answered the last one still
-holds. A conversation is known by what it begins with: everything up to and including the user's first message. So clients
-need to send nothing for it; one that does (`prompt_cache_key`, or the header of `gate.py`) is followed.
+holds. A conversation is known by its beginning: everything up to and including the user's first message. So
+clients need to send nothing for it; one that does (`prompt_cache_key`, or the header of `gate.py`) is followed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A training with several processes that Ray starts, and starts again when one of them is lost, or with fewer.
 
 The training is the one that torchrun runs: each process finds the variables that torchrun sets, and a group that is
-connected. What it goes on from is its own state in its output folder, which all machines must see.
+connected. It goes on from its own state in its output folder, which all machines must see.
 
-A process that is told to end (SIGTERM: `ray stop`, a pod that is taken away) says so to the others, all save the state
-after the step that they are in, and Ray begins again from there. Where the command itself is told to end (also by
-Ctrl-C), a file in the output folder says so to the processes; they do the same, and the run is over.
+A process that is told to end (SIGTERM: `ray stop`, a pod that is taken away) says so to the others. All save
+the state after their present step, and Ray begins again from there. If the command itself is told to end (also
+by Ctrl-C), a file in the output folder tells the processes. They save in the same way, and the run is over.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Notice:
         self.is_training = self.is_given = False
 
     def take(self) -> None:
-        """Take SIGTERM from now on; call this in the first thread. A second SIGTERM, or one outside of a training, does
-        what SIGTERM did before."""
+        """Take SIGTERM from now on; call this in the first thread. A second SIGTERM, or one outside of a
+        training, does the default action of SIGTERM."""
         before = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: Any) -> None:
@@ -104,8 +104,8 @@ def train_with(
     fewest: int | None = None,
     patience: float = PATIENCE_SECONDS,
 ) -> str | None:
-    """Call `loop` in every process, again in all of them after one was lost. Return None at its end; where the command
-    was told to end, what the loop says about it.
+    """Call `loop` in every process, again in all of them after one was lost. Return None at its end. If the
+    command was told to end, return the loop's message.
 
     Args:
         folder: where the training's output goes, which all machines see.
@@ -113,7 +113,7 @@ def train_with(
         patience: seconds that processes wait for one that has ended with a mistake of the user's, until they end too.
 
     Raises:
-        EyasError: what `loop` has raised; an error of the user's or of ours that a retry cannot fix.
+        EyasError: `loop` has raised it; a retry cannot fix such an error.
         InputError: another command trains in this folder by Ray.
     """
     own = folder / RAY_FOLDER
@@ -141,7 +141,7 @@ def train_with(
 
 @contextmanager
 def _first_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first Ctrl-C or SIGTERM. A second one does what it did before this block."""
+    """Call `ask` at the first Ctrl-C or SIGTERM. A second one has its former effect."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 

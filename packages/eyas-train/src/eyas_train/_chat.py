@@ -2,8 +2,8 @@
 generated.
 
 The chat is written by the function that serves it too (`text.write_chat`); `_replies.py` finds the
-replies in its text. A reply ends with its end-of-turn token; what the template writes after that is
-not the assistant's. This module knows no file, no split and no model.
+replies in its text. A reply ends with its end-of-turn token; text that the template writes after it is not the
+assistant's. This module knows no file, no split and no model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """manifest.json of a folder of features: its target, tokenizer, data and layers, and the plan of
 its shards.
 
-This module knows no features: it plans, and writes what does not need the target.
+This module knows no features: it plans, and writes the parts that do not need the target.
 """
 
 from __future__ import annotations

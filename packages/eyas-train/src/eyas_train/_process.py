@@ -59,8 +59,7 @@ class InterruptHandler:
 
 @contextmanager
 def frozen(target: Any) -> Iterator[None]:
-    """Leave the target's weights without gradients within this context; afterwards they require gradients as
-    before."""
+    """Leave the target's weights without gradients within this context; then restore their settings."""
     model = getattr(target, "model", None)
     trainable = [value for value in model.parameters() if value.requires_grad] if isinstance(model, nn.Module) else []
     for value in trainable:

@@ -12,12 +12,12 @@ this text are found by
                     |-- up to 1 ---------------------------|
                                                   ^^^^^^^^^^ reply 1
 
-Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then
-does not contain what the model once generated. This is noticed per conversation, by an "up to k"
-that is not a prefix, or that lacks words of reply k; then only the last reply counts.
+Some templates rewrite earlier turns (they drop the reasoning of old replies): the whole text then does not
+contain the text that the model once generated. This is noticed per conversation, by an "up to k" that is not a
+prefix, or that lacks words of reply k; then only the last reply counts.
 
 Some templates cut the last reply too. It is then put together as the server would have seen it: the
-prompt, the reply as it was generated, and what the template writes after a reply.
+prompt, the reply as it was generated, and the template's text after a reply.
 
 This module knows no tokens.
 """
@@ -192,8 +192,7 @@ def _reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _holds(text: str, message: Mapping[str, Any], template: str) -> bool:
-    """Return whether a template's text holds the words of a message, whatever the spaces between
-    them, and its calls."""
+    """Return whether a template's text holds the words of a message, with any spaces between them, and its calls."""
     if message.get("tool_calls") and "tool_calls" not in template:
         return False
     squeezed = "".join(text.split())

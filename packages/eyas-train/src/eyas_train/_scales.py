@@ -1,8 +1,8 @@
 """Features in eight bits: float8_e4m3fn, and a scale for each token and layer.
 
-A scale is a power of two, so that what is read back, in bfloat16, is exactly the number that was stored times the
-scale. A feature is off by at most 1/16 of itself, or by 2^-17 of the largest one of its token and layer where that
-is more. This module knows no file.
+A scale is a power of two, so that the number that is read back, in bfloat16, is exactly the number that was
+stored times the scale. A feature is off by at most 1/16 of itself, or by 2^-17 of the largest one of its token
+and layer where that is more. This module knows no file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Held-out figures from real decoding: n-alpha along a chain (EAGLE-1, section 5), and tau.
 
-n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it
-were accepted: n of the features that it was drafted from were the draft's own. tau is measured with
-the drafter's own tree. This module knows no method: each drafter knows how it drafts a chain.
+n-alpha is the acceptance rate of the (n+1)-th draft token of a chain, given that the n before it were accepted.
+So n of the features that it was drafted from were the draft's own. tau is measured with the drafter's own tree.
+This module knows no method: each drafter knows how it drafts a chain.
 """
 
 from __future__ import annotations

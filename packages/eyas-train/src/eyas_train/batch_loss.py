@@ -1,6 +1,4 @@
-"""The loss of one batch, and sums of such losses: what a training step and an evaluation have in
-common.
-"""
+"""The loss of one batch, and sums of such losses: the common part of a training step and an evaluation."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ __all__ = ["LossSums", "batch_loss", "batch_memory_errors", "check_finite", "mem
 
 
 class LossSums:
-    """Sums over batches: the loss, "count" (how many tokens count), and what else the method sums
-    over those tokens.
-    """
+    """Sums over batches: the loss, "count" (how many tokens count), and further sums of the method over those tokens."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}

@@ -5,8 +5,8 @@ An anchor is a token used as a block's root; it and the next token must both be 
 The block sees the target's features of the tokens before the anchor and, but for the anchor, no
 token. Its prediction of depth d is the token d places after the anchor; it counts while all
 predictions before it in the block do. It weighs exp(-(d - 1) / gamma), or, with D-PACE (arXiv 2605.18810), as
-much as it adds to the length that is accepted: with s = (1 - smoothing) q(token) + smoothing, the sum over
-the predictions from it on of the product of s up to each of them.
+much as it adds to the accepted length. With s = (1 - smoothing) q(token) + smoothing that is the sum over the
+predictions from it on of the product of s up to each of them.
 
     tokens or distribution   cross-entropy with the token of the data, or with the target's distribution
     selection                the same among the tokens that the selector scores, by the selector (DFlash 2)

@@ -59,7 +59,7 @@ class TrainConfig:
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the decay of lr after warm-up."""
     warmup_steps: int | None = None
-    """Linear rise to lr; None: a twentieth of the steps, at most 2,000."""
+    """Linear rise to lr. Default: a twentieth of the steps, at most 2,000."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the matrices inside the net, at the same lr; AdamW for all other weights."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -69,7 +69,7 @@ class TrainConfig:
     clip: float = 0.5
     """Largest norm of the gradient; 0 = no clipping."""
     steps: int | None = None
-    """Updates of the weights."""
+    """Updates of the weights. Default: one pass over the examples, unless --epochs, --tokens or --minutes is given."""
     epochs: float | None = None
     """Passes over the training examples."""
     tokens: int | None = None
@@ -83,9 +83,9 @@ class TrainConfig:
     max_length: int = 2048
     """Longest example in tokens."""
     heldout: float = 0.05
-    """Share of the lines kept apart (used by data.read)."""
+    """Share of the lines to hold out for evaluations."""
     heldout_tokens: int = 50_000
-    """About the most tokens of an evaluation."""
+    """Largest number of tokens of an evaluation, roughly."""
     precision: Literal["auto", "bf16", "float32"] = "auto"
     """bf16: autocast, weights stay float32; auto: where the machine has bf16."""
     checkpointing: bool = False
@@ -107,7 +107,7 @@ class TrainConfig:
     patience: int = 0
     """Evaluations without a better held-out loss after which the run ends; 0 = never."""
     log: str = ""
-    """Logs in addition to log.jsonl: tensorboard, wandb, or both with a comma."""
+    """Also log to tensorboard, wandb, or both with a comma. Default: log.jsonl only."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip", "weight_decay"):
@@ -176,8 +176,8 @@ class TrainConfig:
             )
 
     def total_steps(self, batches: Batches) -> int:
-        """Return the steps of a run with this data; with `minutes` those of an epoch, as `TrainState.steps` counts by
-        the clock. Raise OptionError when the warm-up would not end."""
+        """Return the steps of a run with this data; with `minutes` the steps of an epoch, because
+        `TrainState.steps` counts by the clock. Raise OptionError when the warm-up would not end."""
         steps = (
             self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         )

@@ -100,7 +100,7 @@ class Examples(Sequence[Example]):
 
 @dataclass
 class Report:
-    """Counts of what was read."""
+    """Counts of the data that was read."""
 
     lines: int = 0  # conversations and documents
     bad: int = 0  # lines that cannot be used
@@ -236,7 +236,7 @@ class LineReader:
                 yield key, example
 
     def examples_of(self, raw: bytes, is_chat: bool) -> list[tuple[bytes, Example]]:
-        """Return what a conversation or a document gives, as above. Raise InputError if it cannot be used."""
+        """Return the example of a conversation or a document, as above. Raise InputError if it cannot be used."""
         return [(raw, self._conversation(raw))] if is_chat else self._pieces(raw)
 
     def _conversation(self, raw: bytes) -> Example:

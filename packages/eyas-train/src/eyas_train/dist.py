@@ -1,11 +1,10 @@
-"""Training with several processes: what each of them does, and how they agree.
+"""Training with several processes: the work of each, and their agreement.
 
     torchrun --nproc-per-node 8 -m eyas train ...        WORLD_SIZE says how many processes there are
 
-Of the batches of a step, process r of n takes numbers r, r + n, ...; gradients are sums over tokens
-and are summed over processes, so a step is the same step for any number of processes, up to
-rounding. All processes make the same decisions from the same numbers; the first one writes. Without
-WORLD_SIZE, torch.distributed is not needed.
+Of the batches of a step, process r of n takes numbers r, r + n, ... Gradients are sums over tokens and are
+summed over processes. So a step is the same for any number of processes, up to rounding. All processes make the
+same decisions from the same numbers; the first one writes. Without WORLD_SIZE, torch.distributed is not needed.
 
     fsdp   each process holds a shard of every weight, of its gradient and of its optimizer state (FSDP2)
     ddp    each process holds all of them

@@ -27,7 +27,7 @@ def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | N
     training steps use bfloat16.
 
     Args:
-        more_figures: called in the first process only; what it returns is added.
+        more_figures: called in the first process only; its result is added.
 
     Returns:
         Empty when nothing is held out and there are no further figures.

@@ -33,7 +33,7 @@ def export(
     It is made under a temporary name next to its place and renamed, so that it is there completely or not at all.
 
     Args:
-        target: what is known about the target model.
+        target: known properties of the target model.
         dtype: in which type a GGUF file stores matrices; empty for the head's own.
 
     Returns:

@@ -1,5 +1,4 @@
-"""The source of a training step's features: the frozen target in this process, or a folder that it
-filled before.
+"""The source of a training step's features: the frozen target in this process, or a folder that it has filled.
 
     online     tokens --> target.encode --> features           at every step
     on disk    tokens --> target.encode --> FeatureStore       once: `write_features`

@@ -8,13 +8,13 @@ The fit gives weights that predict token t+2 from the start:
     out = r(g) + S [norm(embedding of token t+1) ; norm(g)]
                                                          close to the target's own state at token t+1
 
-An MTP module and EAGLE-1's net compute S by a matrix of their own. EAGLE-3's net has none, so
-S is computed by attention of each slot to itself: queries and keys are one random projection, so a slot's score with
-itself is the highest; values and output matrix are the factors of S with the most explained variance. `out` is the
-input of the target's layer L-n where the net has n further layers, which begin as copies of the target's last n; and the
-target's state after its last layer where it has none.
+An MTP module and EAGLE-1's net compute S by a matrix of their own. EAGLE-3's net has none, so S is computed by
+attention of each slot to itself. Queries and keys are one random projection, so a slot's score with itself is
+the highest. Values and output matrix are the factors of S with the most explained variance. `out` is
+the target's state after its last layer, or, where the net has n further layers, the input of the target's layer
+L-n. These further layers begin as copies of the target's last n.
 
-`start` says what each method fits. Letters: M samples, X inputs, Y outputs, D hidden, r rank.
+`start` lists the fits of each method. Letters: M samples, X inputs, Y outputs, D hidden, r rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Documents are laid out as [documents, longest]: causal flash attention over them, to which the later steps' keys of a row
 are joined by the logarithm of the softmax's denominator. The backward hands flash's own backward the output and the
-denominator of the whole softmax, as torch's ring attention does for its pieces: that gives the exact gradients of the
-first pass's share. The gradients of the later keys are elementwise.
+denominator of the whole softmax, as torch's ring attention does for its pieces. That gives the exact gradients
+of the first pass's share. The gradients of the later keys are elementwise.
 
 A CPU has twins of these kernels, by which the tests compare them with eyas' own code.
 Letters: as in `eyas_train.packed`; R documents, T tokens of the longest, X tokens or rows.
@@ -67,7 +67,7 @@ def attention_of(lengths: tuple[int, ...], rows_M: Tensor) -> Callable[..., Tens
 def flash_attention(
     q_MHh: Tensor, key_NKh: Tensor, value_NKh: Tensor, later_IMKh: tuple[Tensor, Tensor], rows: PaddedRows
 ) -> Tensor:
-    """Return what `eyas_train.packed.packed_attention` does."""
+    """Return the result of `eyas_train.packed.packed_attention`."""
     with torch.autocast(q_MHh.device.type, enabled=False):
         inputs = [x.to(q_MHh.dtype) for x in (key_NKh, value_NKh, *later_IMKh)]
         out: Tensor = _Flash.apply(q_MHh, *inputs, rows)  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return causal attention [R, H, T, h], its log-denominators [R, H, T], and what else the backward reads."""
+    """Return causal attention [R, H, T, h], its log-denominators [R, H, T], and further inputs of the backward."""
     if not q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         return out, lse, []

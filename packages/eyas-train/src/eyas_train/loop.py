@@ -4,12 +4,12 @@
                                                     |-- every save_every: the state
                                                     |-- every eval_every: held-out loss, further figures, best head
 
-What a step does follows from the options, the data and the number of the step alone: the place in
-the data is (epoch, index), and every random number is seeded from (seed, step, number of the batch
-in the step). So a run that was killed and resumed ends with the same bits, on a device that
-computes the same bits twice (a CPU does). An evaluation that the saved state does not contain is
-repeated, and its line of the log replaced. Several processes (`dist.py`) share the batches of a
-step; a run may go on with another number of processes, up to the rounding of sums.
+A step depends on the options, the data and the number of the step alone. The place in the data is (epoch,
+index), and every random number is seeded from (seed, step, number of the batch in the step). So a run that was
+killed and resumed ends with the same bits, on a device that computes the same bits twice (a CPU does). An
+evaluation that the saved state does not contain is repeated, and its line of the log replaced. Several
+processes (`dist.py`) share the batches of a step; a run may go on with another number of processes, up to the
+rounding of sums.
 
 Files in the output folder:
     state-STEP-EVALUATED             everything that resuming needs, with any number of processes
@@ -99,8 +99,8 @@ def train(
 
     Raises:
         OptionError: the method cannot be trained, or the folder holds a run with other options.
-        InputError: no examples; a folder or disk that cannot be written, or in which another
-            process trains; a damaged state.
+        InputError: there are no examples, or the state is damaged. Or a folder or disk cannot be written, or
+            another process trains in it.
         FitError: the accelerator's memory is too small for a batch.
         EyasError: the loss became NaN or infinite, or another process has ended; the last good
             state stays.
@@ -121,7 +121,7 @@ def train(
                 raise
             goes_on = "goes on from there" if saved_states(folder) else "begins again"
             raise EyasError(
-                f"another process of this run has ended; {kept_state(folder)}; the same command {goes_on}"
+                f"another process of this run has ended; {kept_state(folder)}. The same command {goes_on}"
             ) from error
 
 

@@ -6,12 +6,12 @@ Two terms, both summed over the positions that count (EAGLE, section 3.2):
     soft_cross_entropy        between the distributions that the LM head computes from them
 
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head.
-`draft_losses` compares several predictions with one target distribution, as the steps of the
-training-time test need it (EAGLE-3, MTP modules): through an LM head that is trained itself and may
-have a draft vocabulary, or through a frozen one, by any of the objectives of `eyas_train.objectives`.
-Through a head the logits of a whole batch never exist: the gradient of each chunk of positions is
-computed together with its value, and only that is kept, [.., D] instead of [.., V]. Values and
-gradients are those of the plain formula.
+`draft_losses` compares several predictions with one target distribution, as the steps of the training-time test
+need it (EAGLE-3, MTP modules). They pass through an LM head that is itself trained and may have a draft
+vocabulary, or through a frozen one. It takes any of the objectives of `eyas_train.objectives`. Through a head
+the logits of a whole batch never exist. The gradient of each chunk of positions is computed together with its
+value, and only the gradient is kept, [.., D] instead of [.., V]. Values and gradients equal the plain
+formula's.
 
 This module knows no model and no method. The target's side (`true_*`) is a constant: it gets no
 gradient.
@@ -39,8 +39,8 @@ CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 
 
 def smooth_l1(predicted_MD: Tensor, true_MD: Tensor, weight_M: Tensor | None = None) -> Tensor:
-    """Smooth L1 with beta 1: the mean over D, times each row's weight if there are weights, summed
-    over the rows; a scalar in float32 or, for features in float64, in float64.
+    """Smooth L1 with beta 1: the mean over D, times each row's weight if there are weights, summed over the
+    rows. It is a scalar in float32 or, for features in float64, in float64.
     """
     losses_MD = F.smooth_l1_loss(_at_least_float32(predicted_MD), _at_least_float32(true_MD.detach()), reduction="none")
     losses_M = losses_MD.mean(-1)
@@ -136,8 +136,7 @@ def draft_losses(
         weight_K: weight of each prediction in the total.
         positions: U, the number of target positions.
         target_logits: a slice of the positions -> the target's logits [C, V]; frozen.
-        draft_ids_v: int64; the target's ids of the draft vocabulary; None if the two vocabularies are
-            the same.
+        draft_ids_v: int64, the target's ids of the draft vocabulary; None if the two vocabularies are the same.
         chunk_elements: draft logits in memory at a time.
         objective: a name of `eyas_train.objectives.OBJECTIVES`.
     """
@@ -268,8 +267,8 @@ class _LossThroughDraftHead(torch.autograd.Function):
 
 
 def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), p over the
-    draft vocabulary [C, v], and the share of the target's distribution that is in there [C].
+    """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p over the
+    draft vocabulary [C, v]. The third value is the share of the target's distribution that is in there [C].
     """
     best_C, true_CV = true_CV.argmax(-1), _at_least_float32(true_CV)
     if draft_ids_v is None:
@@ -282,8 +281,9 @@ def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _default_chunk_elements(device: torch.device, elements_per_position: int) -> int:
-    """Return how many draft logits are in memory at a time: few launches on a GPU; on a CPU what fits its cache, but
-    at least 128 positions, since each chunk reads both LM heads (up to 4.5 times faster than chunks of 5 positions).
+    """Return how many draft logits are in memory at a time: few launches on a GPU. On a CPU they fit its cache,
+    but are at least 128 positions, because each chunk reads both LM heads (up to 4.5 times faster than chunks
+    of 5 positions).
     """
     if device.type != "cpu":
         return 1 << 26

@@ -1,7 +1,7 @@
-"""The training losses of eyas' own methods, and what else `eyas.drafters` and eyas-lab ask for by name.
+"""The training losses of eyas' own methods, and other parts that `eyas.drafters` and eyas-lab ask for by name.
 
 Letters: N packed tokens, M of them that count, K predictions of all steps, U target positions (tokens that count), R
-documents, T tokens of the longest, D hidden, F features, V vocabulary, v that of the draft.
+documents, T tokens of the longest, D hidden, F features, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations

@@ -77,9 +77,8 @@ def _module_of(kind: type[mtp.Method], target: Target, options: Any, seed: int) 
 
 @torch.no_grad()
 def _new_net(target: Target, seed: int) -> mtp.Net:
-    """Return a module that first predicts what the target's lm_head does from the feature that it
-    reads: `eh_proj` passes that feature on, the layer adds nothing yet, and the last norm brings it
-    to the size of the target's features.
+    """Return a module that first predicts the same tokens as the target's lm_head, from the same feature. `eh_proj`
+    passes that feature on, the layer adds nothing yet, and the last norm brings it to the size of the target's features.
     """
     net = mtp.random_net(target, seed)
     module: Any = net.module

@@ -5,13 +5,13 @@
     hybrid          lambda KL(p, q) + (1 - lambda) (1 - overlap), with lambda = exp(-3 overlap)
 
 The overlap is sum min(p, q), the probability that speculative sampling accepts a token drawn from
-q. The last two are LK losses (Samarin et al. 2026, arXiv 2602.23881): they train the overlap itself,
-which the distribution's cross-entropy only bounds. 1 - overlap, the total variation distance, has
-hardly a gradient while p and q differ, so `acceptance` divides that gradient by the overlap, and
-`hybrid` begins near KL and ends near 1 - overlap. In the weight lambda the overlap is a constant.
+q. The last two are LK losses (Samarin et al. 2026, arXiv 2602.23881): they train the overlap itself, which the
+distribution's cross-entropy only bounds. The total variation distance, 1 - overlap, has hardly a gradient while
+p and q differ. So `acceptance` divides that gradient by the overlap, and `hybrid` begins near KL and ends near
+1 - overlap. In the weight lambda the overlap is a constant.
 
-A draft vocabulary has v of the target's V tokens. p is restricted to it and renormalized for
-cross-entropy and KL; for the overlap it is not renormalized, as tokens outside are never accepted.
+A draft vocabulary has v of the target's V tokens. For cross-entropy and KL the distribution p is restricted to
+it and renormalized. For the overlap it is not renormalized, because tokens outside are never accepted.
 
 Shapes: n predictions, v draft vocabulary.
 """

@@ -87,7 +87,7 @@ class HeadOptimizer:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned."""
+        """Restore the state that `tensors` returned."""
         for number, optimizer in enumerate(self.optimizers):
             state = dict[int, dict[str, Tensor]]()
             for key, value in tensors.items():

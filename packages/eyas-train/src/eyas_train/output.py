@@ -49,7 +49,7 @@ class TrainOutput:
     """
 
     def __init__(self, setup: TrainSetup, folder: Path, about: Mapping[str, Any]) -> None:
-        """`about`: what else training.json says, for example the hash of the data files."""
+        """`about`: further entries of training.json, for example the hash of the data files."""
         self.setup, self.folder, self.about = setup, folder, dict(about)
         self.saved_step = -1  # step and last evaluation of the state on disk
         self.saved_evaluation = 0

@@ -1,5 +1,5 @@
-"""Nets that are trained on their own outputs: the predictions that count, and the steps of the training-time test
-(EAGLE-3, section 3.2) of EAGLE-3's nets, of P-EAGLE's masks and of MTP modules.
+"""Nets that are trained on their own outputs: the predictions that count, and the steps of the training-time
+test (EAGLE-3, section 3.2). They serve EAGLE-3's nets, P-EAGLE's masks and MTP modules.
 
 Step i (0, 1, ...) at slot t predicts token t+2+i, and counts when that token counts. This module knows no loss.
 
@@ -182,8 +182,8 @@ def module_steps(
     """Return the output [M, D] at the slots `rows_M` after each step of the training-time test
     (EAGLE-3, section 3.2).
 
-    Step 0 reads the target's features; step i reads the output of step i - 1 at its slot, and
-    attends to the pairs of step 0 up to the slot, and to the pairs of steps 1 to i at the slot.
+    Step 0 reads the target's features; step i reads the output of step i - 1 at its slot. It attends to the
+    pairs of step 0 up to the slot, and to the pairs of steps 1 to i at the slot.
 
     Args:
         embed: index of a packed token [m] -> its embedding [m, D].

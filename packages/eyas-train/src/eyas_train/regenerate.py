@@ -1,10 +1,10 @@
-"""Conversations with new replies by the target itself: what a draft head is best trained on.
+"""Conversations with new replies by the target itself: the best texts to train a draft head on.
 
     a line of chat data --> Conversation --> [ messages so far --> Decoder --> reply ] for each assistant's turn --> Regenerated
 
 Several conversations share the Decoder's rows; the next turn of a conversation continues from the
 keys and values of the last one. Each reply has a seed of its own, made of the conversation's
-content and the turn: neither order nor interruption changes what is sampled.
+content and the turn: neither order nor interruption changes the sampled texts.
 
 This module knows no method, no output file and no terminal.
 """

@@ -1,4 +1,4 @@
-"""Features at a URL that fsspec opens (s3://, gs://, https://, ...): a training fetches what it reads.
+"""Features at a URL that fsspec opens (s3://, gs://, https://, ...): a training fetches the parts that it reads.
 
     first          manifest.json and examples.safetensors
     for a shard    its beginning, with the checksums of its examples
@@ -138,7 +138,7 @@ class RemoteStore(FeatureStore):
         return self._place / f"{key[0]}.{key[1]}"
 
     def _collect(self) -> None:
-        """Wait for what is being fetched, and keep it."""
+        """Wait for the file that is being fetched, and keep it."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             self._keep(ahead.result())

@@ -36,7 +36,7 @@ class Fit(NamedTuple):
 
 
 def fit_of(drafter: DraftMethod) -> Fit | None:
-    """Return the fit of a new head; None for a method without one, and for a module that was trained before."""
+    """Return the fit of a new head; None for a method without one, and for a module that is already trained."""
     if isinstance(drafter, eagle1.Method) and drafter.net.inputs == "shifted":
         return Fit(drafter.feature_layers, partial(_fit_eagle1, drafter))
     if isinstance(drafter, eagle3.Method):  # the fused ones, the input of the first copied layer, the final norm
@@ -138,8 +138,8 @@ def _fit_eagle3(method: eagle3.Method, batch: Batch) -> str:
 
 @torch.no_grad()
 def _fit_mtp(method: mtp.Method, batch: Batch) -> str:
-    """eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the target's last layer
-    behind a fit of its input predicted less (docs/lab/log.md)."""
+    """eh_proj gives the target's next feature, to which the layer adds nothing yet. A copy of the target's last
+    layer after a fit of its input predicted less (docs/lab/log.md)."""
     now_M = before_others(batch.documents, batch.tokens_N.device)
     goal_MD = batch.features_NF[now_M + 1].float()
     inputs_MX = method.net.joined(batch.features_NF[now_M].float(), method.embed(batch.tokens_N[now_M + 1]).float())

@@ -164,7 +164,7 @@ def _floats(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _distributed_checkpoint() -> Any:
-    """Import torch.distributed.checkpoint, which does not declare what it exports."""
+    """Import torch.distributed.checkpoint, which does not declare its exports."""
     return import_module("torch.distributed.checkpoint")
 
 
@@ -173,7 +173,7 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
 
     Args:
         folder: the output folder of the run.
-        values: what is saved as JSON; those that the first process passes count.
+        values: values to save as JSON; the first process's count.
         tensors: DTensors, and tensors that are equal in all processes or that the first one has alone.
 
     Raises:
@@ -221,8 +221,8 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 def saved_states(folder: Path) -> list[Path]:
-    """Return the whole states in a folder of a run, the newest last. Files that people put beside them, such as an
-    archive of one, are none."""
+    """Return the whole states in a folder of a run, the newest last. Other files in the folder, such as an
+    archive of one, do not count."""
     found = [(match, path) for path in folder.glob(f"{STATE}*-*") if (match := STATE_NAME.fullmatch(path.name))]
     return [path for match, path in sorted(found, key=lambda one: (int(one[0][1]), int(one[0][2])))]
 

@@ -206,7 +206,7 @@ class FeatureStore:
             raise InputError(f"{path} cannot be read ({one_line(error, 100)}); {self.repair}") from error
 
     def expect(self, numbers: Sequence[int], layers: Sequence[int]) -> None:
-        """Learn which examples are read next; what is on this machine needs no preparation."""
+        """Learn which examples are read next; files on this machine need no preparation."""
 
     # --- for a training
 
@@ -247,9 +247,7 @@ class FeatureStore:
         train = [i for i in available if i < self.manifest.train]
         heldout = [i for i in available if i >= self.manifest.train]
         if not train:
-            raise InputError(
-                f"{self.folder} holds no shard to train from yet: run `eyas features` as before, it goes on"
-            )
+            raise InputError(f"{self.folder} holds no shard to train from yet: run `eyas features` again, it goes on")
         return Data(
             StoredExamples(self, train),
             StoredExamples(self, heldout),
@@ -339,5 +337,5 @@ class StoredExamples(Sequence[Example]):
         return self.store.features(self.numbers[index], layers)
 
     def expect(self, indices: Iterable[int], layers: Sequence[int]) -> None:
-        """Learn which examples are read next, so that what is elsewhere can be fetched ahead."""
+        """Learn which examples are read next, so that remote ones can be fetched ahead."""
         self.store.expect([self.numbers[index] for index in indices], layers)

@@ -31,7 +31,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    """Open trackers for a run at `step`: what an earlier session wrote beyond it is written again.
+    """Open trackers for a run at `step`: entries that an earlier session wrote beyond it are written again.
 
     Raises:
         OptionError: one of them is not installed.

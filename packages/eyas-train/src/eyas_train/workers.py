@@ -25,7 +25,7 @@ class Workers:
         todo: the shards to be made; worker k makes numbers k, k + count, ... of them.
         devices: given to the workers in turn.
         arguments: of the command, repeated for every worker.
-        notes: a folder for what they print on stderr; a pipe that nobody reads would block them.
+        notes: a folder for their stderr; a pipe that nobody reads would block them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Workers:
                 last = lines[-1] if lines else f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
                 raise EyasError(
                     f"worker {number} of {len(self.processes)}: {last.removeprefix('eyas: error: ')}; "
-                    f"{self.store.progress()} are whole; run the same command again, it goes on"
+                    f"{self.store.progress()} are whole. Run the same command again, it goes on"
                 )
 
     def _stop(self) -> None:

@@ -181,7 +181,7 @@ def test_qwen3s_layers(tmp_path: Path, target: Target) -> None:
     assert again.config["qk_norm"]
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in head.tensors.items())
     for name in ("vllm", "sglang", "safeailab"):
-        with pytest.raises(CheckpointError, match=r"norms of queries and keys|what this head needs: qk_norm"):
+        with pytest.raises(CheckpointError, match=r"norms of queries and keys|settings of this head: qk_norm"):
             through(head, name, tmp_path / name, named(target))
 
 
@@ -263,7 +263,7 @@ def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]
         "unknown table": (changed(one, **{"embed.weight": table}), "sglang", unknown, "name the target with --target"),
         "embeddings as features": (first, "sglang", known, "names layers by their outputs"),
         "bias without target": (one, "vllm", unknown, "name the target with --target"),
-        "explicit layers": (explicit, "safeailab", known, "no place for what this head needs: feature_layers"),
+        "explicit layers": (explicit, "safeailab", known, "no place for settings of this head: feature_layers"),
         "window": (changed(three, {"window": 32}), "safeailab", known, "sliding window of 32"),
         "no target": (three, "speculators", unknown, "names its target"),
         "method": (one, "speculators", known, "heads of eagle1; those are exported to safeailab, sglang, vllm"),

@@ -204,7 +204,7 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     early = dataclasses.replace(block, config={**block.config, "from_anchor": True})
     not_written(early, known, "slots that predict the next token, and no Markov head", out)
     module = mtp.Method.random(target, seed=5).weights()
-    not_written(module, known, "a llama, for which llama.cpp has no multi-token prediction .* EAGLE-3 head", out)
+    not_written(module, known, "a llama, for which eyas knows no multi-token prediction .* EAGLE-3 head", out)
     with pytest.raises(InputError, match="vllm has no dtype 'f16': it keeps the type of the head"):
         exports.export(made, "vllm", tmp_path / "folder", known, "f16")
 

@@ -255,7 +255,7 @@ def test_a_worker_that_dies(
     assert result.exit_code == 2
     shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert result.stderr.splitlines()[-1] == (
-        f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole; run the same command again, it goes on"
+        f"eyas: error: worker 1 of 2: ended by signal 9; 0 of {shards} shards are whole. Run the same command again, it goes on"
     )
     assert "eyas: error: worker 1 of 2: no space left; 0 of" in run(*command, "--workers", 2).stderr
     assert "eyas: error: worker 1 of 2: ended with status 3; 0 of" in run(*command, "--workers", 2).stderr

@@ -154,7 +154,7 @@ def test_parquet_without_its_package(run: Run, tmp_path: Path, monkeypatch: pyte
         patch.setitem(__import__("sys").modules, "pyarrow", None)
         result = run("generate", "--input", tmp_path / "data.parquet")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
-    assert "need pyarrow: pip install 'eyas[parquet]'" in result.stderr
+    assert "need pyarrow: pip install '.[parquet]'" in result.stderr
     pytest.importorskip("pyarrow", reason="pyarrow is installed by `make scale`")
     with pytest.raises(InputError, match="is damaged or incomplete, not a file in Parquet"):
         list(chat_lines(as_file(tmp_path / "data.parquet")))

@@ -192,7 +192,7 @@ def test_a_published_head_that_names_no_layers(target: Target, tmp_path: Path) -
     config = json.loads((tmp_path / "config.json").read_text())
     named = {name: config["eyas"].pop(name) for name in ("feature_layers", "layer_ids")}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = "this target has 4: where those of its training are known, write them into its config"
+    said = "this target has 4. If the layers of its training are known, write them into its config"
     with pytest.raises(FitError, match=said) as told:
         Method.load(checkpoints.load(tmp_path), target)
     assert "--head.layers" not in str(told.value)

@@ -132,7 +132,7 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     """In the middle of a step; the other one says what is kept, and a process alone goes on from there."""
-    told = r"another process of this run has ended; the state of step \d stays in .*; the same command goes on"
+    told = r"another process of this run has ended; the state of step \d stays in .*. The same command goes on"
     with pytest.raises(RuntimeError, match=told):
         together(real.dying_run, tmp_path)
     assert real.stopped_run("eagle1", tmp_path)["outcome"].step == 6

@@ -2,8 +2,8 @@
 
 The files are served as they are: no build step, no library, nothing from the network. Texts of models and users
 enter the page as text nodes only; under `SERVED_POLICY` no inline script runs and no markup is parsed. `one_file`
-puts the modules into one script: each import is on one line, and `export` comes before what it exports. This module
-knows no web framework.
+puts the modules into one script: each import is on one line, and `export` comes before the exported name. This
+module knows no web framework.
 """
 
 from __future__ import annotations

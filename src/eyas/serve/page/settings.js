@@ -28,8 +28,8 @@ export class Settings {
 
   /** The methods that the server drafts by, as choices. */
   offerMethods(names) {
-    const select = this.form.elements.speculation;
-    const chosen = select.value || keptObject("localStorage", STORED)?.speculation;
+    const select = this.form.elements.drafting;
+    const chosen = select.value || keptObject("localStorage", STORED)?.drafting;
     const known = new Set([...select.options].map((option) => option.value));
     for (const name of names.filter((name) => !known.has(name))) select.add(new Option(name, name));
     if (chosen) select.value = chosen;
@@ -60,8 +60,8 @@ export class Settings {
     for (const control of this.form.querySelectorAll("input.number")) {
       if (control.value !== "") body[control.name] = control.valueAsNumber;
     }
-    const speculation = this.form.elements.speculation.value;
-    if (speculation && speculation !== "auto") body.speculation = speculation === "off" ? false : Number(speculation) || speculation;
+    const drafting = this.form.elements.drafting.value;
+    if (drafting && drafting !== "auto") body.drafting = Number(drafting) || drafting;
     return body;
   }
 }

@@ -1,4 +1,4 @@
-"""Is a deployment lossless? `eyas audit` compares what it answers with the target's own forward.
+"""Is a deployment lossless? `eyas audit` compares its answers with the target's own forward.
 
     deployments.py   what can be audited: eyas, transformers' `generate`, anything with a `generate`
     server.py        ... and servers of OpenAI's interface

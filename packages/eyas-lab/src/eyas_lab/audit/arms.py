@@ -1,5 +1,5 @@
-"""Biases that an audit must find, in two forms: laws over recorded distributions, from which the power is simulated that is
-stated before an audit runs; and verification rules for eyas' own loop (`eyas audit --self-test`).
+"""Biases that an audit must find, in two forms. Laws over recorded distributions serve to simulate the power
+that is stated when an audit begins. Verification rules run in eyas' own loop (`eyas audit --self-test`).
 
     plain            no bias: must pass
     temperature      a temperature that is too high by 5 %
@@ -8,8 +8,8 @@ stated before an audit runs; and verification rules for eyas' own loop (`eyas au
     wrong_q          drafts come from q, and are tested against another q: q^0.7, normalised
     read_twice       two neighbouring positions read the same noise
 
-For the power, q is the target's p with errors of the size that good drafts have (acceptance about 0.75), without any
-direction that all positions share; a draft that errs in one direction is found sooner.
+For the power, q is the target's p with errors of the size that good drafts have (acceptance about 0.75), and no
+direction is common to all positions. A draft that errs in one direction is found sooner.
 
 Letters: N positions, K most probable tokens there (the others are left out), T tokens that are drawn.
 """

@@ -1,10 +1,10 @@
-"""Deployments: whatever turns a prompt into tokens, and can be asked again.
+"""Deployments: each turns a prompt into tokens, and can be asked again.
 
     Deployment    the protocol: implement `generate`, and your engine can be audited
     EyasDeployment           eyas in this process
     TransformersDeployment   `model.generate` of transformers, with an assistant or without
 
-`audit.server` has servers. None of these knows what the audit does with the answers.
+`audit.server` has servers. None of these knows the tests of the audit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what `Deployment.generate` is called with."""
+    """One request: the arguments that `Deployment.generate` is called with."""
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int

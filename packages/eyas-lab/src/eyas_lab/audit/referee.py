@@ -1,27 +1,28 @@
 """The referee: the target's own forward, by transformers' code, over texts that a deployment has written.
 
-It reads each answer in one forward and says for every token what its probability was, how far it is
-from the most probable one, and what `audit.statistics` needs. Temperature, top-k and top-p are applied by transformers'
-own processors. So no line of eyas' decoding is part of the judgement.
+It reads each answer in one forward and gives for every token its probability, its distance from the most
+probable one, and the numbers that `audit.statistics` needs. Temperature, top-k and top-p are applied by
+transformers' own processors. So no line of eyas' decoding is part of the judgement.
 
 **When is another token a near tie?** Take a stored number to be off by a relative error of root mean square e:
-0.4 times half the distance between neighbouring numbers of the dtype (errors are uniform between two neighbours, and
-mantissas spread over an octave), that is 0.4 x 2^-24 for float32, 0.4 x 2^-11 for float16 and 0.4 x 2^-8 for bfloat16. int8 weights
-with a scale for each row are off by half a step of max / 127, uniformly; with a maximum of four standard
-deviations that is 4 / 254 / sqrt(3) = 0.0091 of a weight. Sums are float32 in all of these, of d products in 16
-partial sums or more, and add sqrt(d / 16) errors of float32. The errors of the d elements are independent, so each
-operation on the hidden state moves a logit by e times the standard deviation s of the logits over the vocabulary. A layer
-rounds about 24 times (two norms of three steps, seven products with rounded weights, rotation, scores, softmax,
-activation, two additions), and the errors add up like a random walk: over L layers a logit is off by e s sqrt(24 L).
-Two logits are compared, in two runs that round differently: a factor of 2. Four standard deviations are allowed:
+0.4 times half the distance between neighbouring numbers of the dtype (errors are uniform between two
+neighbours, and mantissas spread over an octave). That is 0.4 x 2^-24 for float32, 0.4 x 2^-11 for float16 and
+0.4 x 2^-8 for bfloat16. Weights in int8 with a scale for each row are off by half a step of max / 127,
+uniformly. With a maximum of four standard deviations that is 4 / 254 / sqrt(3) = 0.0091 of a weight. Sums are
+float32 in all of these, of d products in 16 partial sums or more, and add sqrt(d / 16) errors of float32. The
+errors of the d elements are independent. So each operation on the hidden state moves a logit by e times the
+standard deviation s of the logits over the vocabulary. A layer rounds about 24 times: two norms of three steps,
+seven products with rounded weights, rotation, scores, softmax, activation, two additions. The errors add up
+like a random walk: over L layers a logit is off by e s sqrt(24 L). Two logits are compared, in two runs that
+round differently: a factor of 2. Four standard deviations are allowed:
 
     tolerance = 4 x 2 x sqrt(24 L) x sqrt(e^2 + (d / 16) (0.4 x 2^-24)^2) x s + 1e-5
 
 The last term is float32's spacing at logits of 64, and the error of a log-softmax over many tokens.
-For 30 layers, d = 576 and s = 3 that is 1e-4 in float32, 0.13 in float16, 1.0 in bfloat16 and 5.9 for int8: a greedy
-text in eight bits says little about losslessness. Measured (the embedded model, 16 layers, 100 random tokens): the
-largest error of 819,200 logits is 0.014 in float16 (tolerance 0.07) and 0.11 in bfloat16 (tolerance 0.58), and root mean
-squares are a sixth of e s sqrt(24 L).
+For 30 layers, d = 576 and s = 3 that is 1e-4 in float32, 0.13 in float16, 1.0 in bfloat16 and 5.9 for int8. So
+a greedy text in eight bits says little about losslessness. Measured (the embedded model, 16 layers, 100 random
+tokens): the largest error of 819,200 logits is 0.014 in float16 (tolerance 0.07) and 0.11 in bfloat16
+(tolerance 0.58). Root mean squares are a sixth of e s sqrt(24 L).
 
 Letters: N tokens, V vocabulary.
 """
@@ -96,7 +97,7 @@ class Referee:
     Args:
         model: its own forward is used.
         eos: tokens that end an answer.
-        dtype: what the deployment computes in; a key of DTYPES.
+        dtype: the dtype in which the deployment computes, a key of DTYPES.
         seed: of the numbers v.
     """
 
@@ -144,7 +145,7 @@ class Referee:
     def judge_sampled(
         self, prompt: Sequence[int], answer: Answer, sampling: Sampling, number: int, of_prompt: int
     ) -> SampledJudgement:
-        """Return what the tests need to know about an answer.
+        """Return the findings about an answer that the tests need.
 
         Args:
             number: of the answer, which also keys the numbers v.
@@ -207,7 +208,7 @@ class Referee:
         )
 
     def law(self, prompt: Sequence[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
-        """Return the probability of every answer of so many tokens, or that ends before; for a small top-k."""
+        """Return the probability of every answer of at most so many tokens, for a small top-k."""
         open_answers: dict[tuple[int, ...], float] = {(): 1.0}
         law: dict[tuple[int, ...], float] = {}
         for _ in range(length):

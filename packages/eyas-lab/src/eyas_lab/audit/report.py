@@ -29,7 +29,7 @@ SHOWN = 8  # flips and errors in a table
 
 
 def greedy_lines(greedy: Mapping[str, Any]) -> list[str]:
-    """Return what greedy decoding has shown, a sentence a line."""
+    """Return the findings of greedy decoding, a sentence a line."""
     count = greedy["prompts"]
     lines = [
         f"The deployment equals itself on {greedy['equals_itself']} of {count} prompts, "

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def threshold(self) -> float:
-        """The p-value below which a test fails whatever the others say."""
+        """The p-value below which a test fails regardless of the others."""
         return self.error / (TESTS * len(self.samplings) + 1)
 
 
@@ -296,7 +296,7 @@ def audit(
     Args:
         plain: plain decoding of the same target, which greedy texts are compared with.
         folder: where parts that are done are kept.
-        settings: what must be equal for an audit to go on, beyond the plan.
+        settings: settings that must be equal for an audit to go on, beyond the plan.
         on_power: called with the power of the sampled part before it runs, for each sampling.
     """
     kept = {**(settings or {}), "plan": {**asdict(plan), "samplings": [describe(s) for s in plan.samplings]}}
@@ -341,7 +341,7 @@ def judge(report: Fields, error: float) -> Fields:
 
 
 def missing_power(report: Mapping[str, Any]) -> list[str]:
-    """Return what a deployment could do wrong unnoticed, for want of data."""
+    """Return the faults that a deployment could have unnoticed, for want of data."""
     if report["greedy"]["tokens"] == 0:
         return ["the deployment has answered with no tokens"]
     table = report.get("power")

@@ -5,10 +5,10 @@ The evidence is one number u for each token: the probability integral transform 
     u = F(x-) + v p(x)          F: the sum of p over the tokens before x in some order;  v: uniform, drawn by the audit
 
 If every token is drawn from p given its prefix, then each u is uniform on (0, 1) and independent of everything
-that came before, whatever the p are. So tokens of all positions, prompts and lengths are counted together. Two orders
-are used, both fixed: `rank`, the most probable token first, in which a sampler that is too bold or too timid
-shows; and `id`, in which a sampler that reads a random number twice shows. (An order drawn anew for each position
-would hide both: averaged over orders, any sampler's u are nearly uniform.)
+earlier, for any p. So tokens of all positions, prompts and lengths are counted together. Two fixed orders are
+used. `rank` has the most probable token first and shows a sampler that is too bold or too timid. `id` shows a
+sampler that reads a random number twice. (An order drawn anew for each position would hide both: averaged over
+orders, any sampler's u are nearly uniform.)
 
 The tests, each for one sampling:
 
@@ -19,10 +19,10 @@ The tests, each for one sampling:
     repeats     how often a token equals the one or two before it, beside the sum of its probabilities
     border      u of a cycle's first token, given the first or the last one of the cycle before (cycles known)
 
-A test may condition on what came before a token, never on what comes later: how long its own cycle becomes is
-decided by the token itself. Places where one token holds nearly all of p tell nothing, and are left out; p itself says
-which they are. Every statistic is a sum of martingale differences, so that its law is the usual one although
-tokens depend on each other. `holm` corrects for the number of tests (Holm 1979).
+A test may condition on the text that precedes a token, never on later text: the token itself decides how long
+its own cycle becomes. Places where one token holds nearly all of p tell nothing, and are left out; p itself
+says which they are. Every statistic is a sum of martingale differences, so that its law is the usual one
+although tokens depend on each other. `holm` corrects for the number of tests (Holm 1979).
 
 This module knows no model. Letters: N tokens.
 """
@@ -66,7 +66,7 @@ class Evidence:
         rank, id: u, by the order of probability and of ids.
         top: probability of the most probable token.
         level, variance: log p(x) - E log p, and its variance.
-        repeat: [N, LAGS] probability that the token is the same as 1, 2 tokens before; NaN at the beginning.
+        repeat: [N, LAGS] probability that the token equals the one 1, 2 places earlier; NaN at the beginning.
         cycle: number of the token's cycle in its answer; -1: not known.
     """
 
@@ -174,7 +174,7 @@ def _pairs(
 
 
 def _uniform(name: str, rows_N: np.ndarray, u_N: np.ndarray, cells: int, words: str) -> Finding | None:
-    """Test whether u is uniform in each row: what was known before it says in which row a token is."""
+    """Test whether u is uniform in each row: the row of a token depends only on the text that precedes it."""
     if not len(u_N):
         return None
     column_N = (u_N * cells).astype(int).clip(0, cells - 1)

@@ -1,5 +1,5 @@
-"""Comparisons of methods on the same prompts at the same temperatures, with what is needed to check
-the figures: every answer, the machine, and intervals.
+"""Comparisons of methods on the same prompts at the same temperatures, with everything that a check of the
+figures needs: every answer, the machine, and intervals.
 
 tasks/          prompts: bundled, public sets, the user's own              record.py    Answer: one line of the record
 contestants.py  methods of eyas; transformers' generate                    rows.py      a table of figures from Answers (pure)

@@ -19,7 +19,7 @@ CLONE = Path(eyas.__file__).parents[2]  # where .git is, if eyas runs from a clo
 
 
 def card(before: Snapshot | None = None, *, dtype: str | None = None, device: str | None = None) -> dict[str, Any]:
-    """Return the machine as JSON; what is unknown is None.
+    """Return the machine as JSON; unknown entries are None.
 
     Args:
         before: the snapshot of the measurement's beginning, for the load then and now.

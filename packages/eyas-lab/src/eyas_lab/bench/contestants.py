@@ -2,10 +2,9 @@
 measured alike.
 
 A contestant answers one question at a time, alone in its batch. The clock starts with the question:
-the seconds of the first token include whatever is prepared for it (caches, generate's own set-up).
-A cycle lasts from the end of the one before to its own end. For transformers an end is a delivery
-to its streamer, which gets one token a step, or all that an assisted step accepted. Reading Steps
-is not counted.
+the seconds of the first token include all preparations (caches, generate's own set-up). A cycle lasts from the
+end of the one before to its own end. For transformers an end is a delivery to its streamer, which gets one
+token a step, or all that an assisted step accepted. Reading Steps is not counted.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Drafting(Contestant):
 
     Args:
         head: where its weights come from, for the summary.
-        policy: decides on trees; keeps what it learns from question to question.
+        policy: decides on trees; keeps its knowledge from question to question.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class Drafting(Contestant):
         return answer.replace(memory=_memory(device, before), comparable=comparable)
 
     def timed(self, request: Request, watch: Watch | None = None) -> Iterator[tuple[Step, float]]:
-        """Every step and its seconds; what `watch` or the reader of the steps does in between is
-        not counted."""
+        """Every step and its seconds; the time that `watch` or the reader of the steps uses in between is not
+        counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
         plain = watch is None

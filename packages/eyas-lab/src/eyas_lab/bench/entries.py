@@ -6,10 +6,10 @@ An entry of --methods is NAME or NAME:option=value:..., where
     head=NAME|PATH|random   takes a head of --heads by its name, or another one, or a random one
     tree=auto|fixed         adapts the size of the tree to the machine in each cycle, or keeps it
 
-`all` takes every method that can run here and reports what the others lack; a method that is named
-must be able to run. Plain decoding and transformers' generate always take part. Without a tree
-option, trees that grow are auto and the others fixed; with simulated acceptance, which depends on
-no tree, all are fixed. On the embedded model static trees are its small one.
+`all` takes every method that can run here and reports why the others cannot; a method that is named must be
+able to run. Plain decoding and transformers' generate always take part. Without a tree option, trees that grow
+are auto and the others fixed; with simulated acceptance, which depends on no tree, all are fixed. On the
+embedded model static trees are its small one.
 """
 
 from __future__ import annotations

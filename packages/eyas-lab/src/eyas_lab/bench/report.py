@@ -175,7 +175,7 @@ def headline(summary: Summary) -> list[str]:
 
 
 def markdown(summary: Summary) -> str:
-    """Return the headline, the tables, the machine, and what must be known to read them."""
+    """Return the headline, the tables, the machine, and the notes that explain them."""
     lines = [f"# {summary['title']}", "", *headline(summary), ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]

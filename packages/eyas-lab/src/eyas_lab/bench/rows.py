@@ -80,8 +80,8 @@ def speedup(
 
 
 def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
-    """Mean milliseconds of a cycle by stage, by the host's clock; "host" is what no stage claims.
-    Empty where stages are not reported."""
+    """Mean milliseconds of a cycle by stage, by the host's clock; "host" is the time outside all stages. Empty
+    where stages are not reported."""
     cycles = [cycle for cycle in cycles if cycle.draft is not None]
     if not cycles:
         return {}
@@ -91,8 +91,7 @@ def stage_ms(cycles: Sequence[Cycle]) -> dict[str, float]:
 
 
 def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) -> float | None:
-    """R: tokens per second over what plain decoding would reach if it only read the weights, once
-    per token."""
+    """R: tokens per second divided by the rate of plain decoding that only reads the weights, once per token."""
     return None if not bandwidth else speed * bytes_per_step / bandwidth
 
 

@@ -8,8 +8,8 @@ hits all alike.
            .lock           held while a run writes here
 
 Started again, a bench goes on with the first prompt that is not complete. A later turn is asked
-after plain decoding's own earlier answers, the same for all; one that no longer fits the context is
-not asked. Ids are compared with plain decoding's at once.
+after plain decoding's own earlier answers, the same for all; one that does not fit the context is not asked.
+Ids are compared with plain decoding's at once.
 
 A contestant whose answer raises an exception has failed: the reason is written into its Answers, it
 is asked nothing more, and the others go on. Without plain decoding there is nothing to compare
@@ -146,7 +146,7 @@ class Bench:
         return answers
 
     def forget(self, folder: Path) -> None:
-        """Delete what an earlier run left in the folder."""
+        """Delete the results of an earlier run in the folder."""
         for name in (ANSWERS, SETTINGS):
             (folder / name).unlink(missing_ok=True)
 

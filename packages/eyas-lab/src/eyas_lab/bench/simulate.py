@@ -1,11 +1,10 @@
 """Verification with given acceptance rates, for targets whose text means nothing: a model of a real
 size with random weights.
 
-Drafting, the target's pass, processing and commits are done and measured as ever. Only which nodes
-are accepted is drawn at random: a draft token at depth d is accepted with rate a_d, given that all
-before it were, along the path to the deepest one: a tree of depth n emits 1 + a_1 + a_1 a_2 + ... +
-a_1 ... a_n tokens a cycle, the last of them the bonus that verification found. The text is not the
-target's, and every report says so.
+Drafting, the target's pass, processing and commits are done and measured as ever. Only the accepted nodes are
+drawn at random. A draft token at depth d is accepted with rate a_d, given that all before it were, along the
+path to the deepest one. A tree of depth n emits 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n tokens a cycle. The last
+one is the bonus that verification found. The text is not the target's, and every report says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One cycle's draft tree as text: what was drafted, and what the target accepted."""
+"""One cycle's draft tree as text: the draft, and the nodes that the target accepted."""
 
 from __future__ import annotations
 

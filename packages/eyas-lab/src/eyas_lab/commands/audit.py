@@ -81,7 +81,8 @@ class AuditOptions:
     prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Your own prompts, as `eyas generate --input` reads them. Default: eight prompts that come with eyas."""
     sampling: Annotated[tuple[str, ...], "Sampling", "T[:K[:P]]"] = ("1", "0.7:0:0.9", "1:20")
-    """Temperature, top-k and top-p of an audited setting; several may be given."""
+    """Temperature, top-k and top-p of an audited setting. May be given several times. Default: 1, 0.7:0:0.9 and
+    1:20."""
     tokens: Annotated[NonNegativeInt, "Sampling", "N"] = 20_000
     """Sampled tokens for each sampling; 0 audits greedy decoding only."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 64

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 GROUP = "Answers"
 EXAMPLES = """
-eyas bench  # the embedded model, 24 prompts of ours, every method that can run
+eyas bench  # the embedded model, 24 bundled prompts, every method that can run
 eyas bench --target MODEL --draft HEAD --prompts mine.jsonl  # your model on your prompts
 eyas bench --methods eagle2,eagle2:tree.nodes=26:tree.depth=5 --temperature 0 --temperature 1  # variants side by side
 eyas bench --tasks spec_bench:question.jsonl --limit 20 --output out/spec  # a public set from a file
@@ -65,11 +65,11 @@ class BenchOptions:
     prompts: Annotated[str | None, "Prompt", "FILE.jsonl"] = None
     """Your own prompts, instead of --tasks."""
     limit: Annotated[PositiveInt | None, "Prompt", "N"] = None
-    """Most prompts of all sets together."""
+    """Largest number of prompts, all sets together."""
     temperature: Annotated[tuple[float, ...], "Sampling"] = (0.0,)
-    """0: greedy; several may be given."""
+    """Temperature; 0 is greedy. May be given several times. Default: 0."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 128
-    """Tokens of an answer, at most."""
+    """Longest answer in tokens."""
     output: Annotated[str, "Output", "FOLDER"] = "out/bench"
     """Answers, summary and report."""
     restart: Annotated[bool, "Output"] = False
@@ -184,7 +184,7 @@ def _fitting(bench: Bench) -> list[Prompt]:
 
 @contextmanager
 def _progress() -> Iterator[OnPrompt]:
-    """Show the prompts done, time left, what is going on; without a terminal, a line now and then."""
+    """Show the prompts done, the time left and the present work; without a terminal, a line now and then."""
     with progress_bar("prompts") as bar:
 
         def on_prompt(done: int, total: int, what: str) -> None:
@@ -225,7 +225,7 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
 
 
 def _refuse_others(job: BenchOptions, *groups: Any) -> None:
-    """Raise OptionError for any option but --json beside --compare, which measures nothing."""
+    """Raise OptionError for any option but --json together with --compare, which measures nothing."""
     for group in (job, *groups):
         for field in fields(group):
             if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:

@@ -1,7 +1,7 @@
 """`eyas demo`: plain decoding and the best method answer the same prompts side by side; then transformers does.
 
-Both sides advance a cycle at a time, always the one whose clock is behind: each clock runs only while its side works.
-Everything is greedy, so all three must give the same tokens; a difference is reported.
+Both sides advance a cycle at a time, always the side with less time on its clock: each clock runs only while
+its side works. Everything is greedy, so all three must give the same tokens; a difference is reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
 eyas demo --method suffix  # another method
-eyas demo --prompts mine.txt --max-new-tokens 128  # prompts of yours, one a line
+eyas demo --prompts mine.txt --max-new-tokens 128  # your own prompts, one per line
 """
 
 
@@ -81,7 +81,7 @@ class DemoOptions:
     """The model to show: smollm2, embedded, a folder or a hub id. Default: smollm2, or embedded where
     that cannot be had."""
     prompts: Annotated[str | None, "Prompt", "FILE"] = None
-    """Prompts of yours, one a line."""
+    """Your own prompts, one per line."""
     max_new_tokens: Annotated[int, "Prompt", Parameter(validator=Number(gte=2)), "N"] = 64
     """Tokens of each answer."""
     method: Annotated[str | None, "Method", "NAME"] = None
@@ -128,7 +128,7 @@ def _own_prompts(path: str | None) -> Sequence[str]:
 
 
 def _target(job: DemoOptions) -> str:
-    """Return what is shown: the named model, ours, or the embedded one where ours cannot be had."""
+    """Return the model to show: the named one, SmolLM2, or the embedded one where SmolLM2 cannot be had."""
     from eyas import named
 
     if job.target is not None:
@@ -202,7 +202,7 @@ class Demo:
             self._compare(name, answer, plain, token_ids)
 
     def _race(self, lanes: Sequence[Lane]) -> None:
-        """Run a cycle of the lane whose clock is behind, again and again; live on a terminal."""
+        """Run a cycle of the lane with less time on its clock, again and again; live on a terminal."""
         from rich.columns import Columns
         from rich.live import Live
 

@@ -8,11 +8,11 @@
 
 Two architectures are read. "mlp" is Hydra: block j has place j. "prefix-mlp" is Hydra++: its
 training puts dropout between the blocks, so block j has place 2j + 1 and the lm_heads are
-hydra_lm_head.{head}.1; a decoder layer of the base model's shape comes first,
-prefix_embeding_layer.layers.0 (the authors' spelling), with prefix_embeding_layer.norm. config.json
-does not have the layer's sizes, which are the base model's, so they are taken from the target. Two
-embedding tables may be in the file: input_embed_fn.weight, the base model's, and
-prefix_embeding_layer.embed_tokens.weight, which no reader uses and which is left out here.
+hydra_lm_head.{head}.1. A decoder layer of the base model's shape comes first: prefix_embeding_layer.layers.0
+(the authors' spelling), with prefix_embeding_layer.norm. The layer's sizes are not in config.json; they are the
+base model's, so they are taken from the target. Two embedding tables may be in the file: input_embed_fn.weight,
+the base model's, and prefix_embeding_layer.embed_tokens.weight, which no reader uses and which is left out
+here.
 
 Refused: other architectures (cross-attn, eagle-attn), heads that see no tokens (grounded_heads
 false: those are Medusa's), features of another layer than the last (hidden_state_offset).
@@ -79,12 +79,12 @@ def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[st
     if missing or extra:
         faults = [f"missing {', '.join(missing)}"] * bool(missing)
         faults += [f"unexpected {', '.join(extra)}"] * bool(extra)
-        raise CheckpointError(f"the tensors are not what config.json says: {'; '.join(faults)}")
+        raise CheckpointError(f"the tensors differ from config.json: {'; '.join(faults)}")
     refuse_dtypes(used)
     renamed = {names[published]: tensor for published, tensor in used.items()}
     in_heads = {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}
     if wrong_shapes := differences(in_heads, _head_shapes(ours)):
-        raise CheckpointError(f"the tensors, under our names, are not what config.json says: {wrong_shapes}")
+        raise CheckpointError(f"the tensors, under our names, differ from config.json: {wrong_shapes}")
     return "hydra", ours, renamed
 
 
@@ -159,7 +159,7 @@ def write(method: str, config: Config, tensors: Tensors) -> Published:
 
 
 def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
-    """Return what `write` returns; the target's name is added where it was not recorded."""
+    """Return the result of `write`; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 

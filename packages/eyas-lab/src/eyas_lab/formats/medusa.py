@@ -62,7 +62,7 @@ def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[st
     names, our_shapes = _names(ours), shapes(ours)
     faults = differences(tensors, {published: our_shapes[name] for published, name in names.items()})
     if faults:
-        raise CheckpointError(f"the tensors are not what config.json says: {faults}")
+        raise CheckpointError(f"the tensors differ from config.json: {faults}")
     refuse_dtypes(tensors)
     return "medusa", ours, {names[published]: tensor for published, tensor in tensors.items()}
 
@@ -106,7 +106,7 @@ def write(method: str, config: Config, tensors: Tensors) -> Published:
 
 
 def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
-    """Return what `write` returns; the target's name is added where it was not recorded."""
+    """Return the result of `write`; the target's name is added where it was not recorded."""
     return write(method, {**config, "base_model": target.name or config["base_model"]}, tensors)
 
 

@@ -109,9 +109,8 @@ def best_children(
 ) -> tuple[Tensor, Tensor]:
     """Return the best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
 
-    With coupled noise they are ranked by log q + the noise that the target adds at their positions,
-    and q is processed by the row's own Sampling like p, with the row's tokens up to the root as its
-    history.
+    With coupled noise they are ranked by log q + the noise that the target adds at their positions. Then q is
+    processed by the row's own Sampling like p, with the row's tokens up to the root as its history.
 
     Args:
         level_Q: depth of each node.
@@ -144,8 +143,7 @@ def heads_loss(
 
     Args:
         batch: with the target's final features.
-        read: (k, rows_M) -> what head k's lm_head reads at these tokens, [M, D], and that lm_head,
-            [V, D].
+        read: (k, rows_M) -> the input of head k's lm_head at these tokens, [M, D], and that lm_head, [V, D].
         objective: tokens: learn the tokens of the data; distribution: learn the target's
             distribution after the tokens before them.
     """

@@ -10,10 +10,10 @@ distribution.
 so nothing has to be restored, and the view costs no memory. A layer keeps its number, and its place
 in a cache.
 
-`search` is greedy (Draft & Verify, Zhang et al. 2023, section 3.3, uses Bayesian optimisation): it
-leaves out, one by one, the part whose absence costs least acceptance on the target's own text, and
-returns the set that makes decoding fastest by Leviathan et al. 2023, theorem 3.8. The cost of a
-draft step is the share of the weights that it reads.
+`search` is greedy; Draft & Verify (Zhang et al. 2023, section 3.3) uses Bayesian optimisation. It leaves out,
+one by one, the part whose absence costs least acceptance on the target's own text. It returns the set that
+makes decoding fastest by Leviathan et al. 2023, theorem 3.8. The cost of a draft step is the share of the
+weights that it reads.
 
 This module knows no drafter. Letters: L layers, R sequences of T tokens, V vocabulary.
 """
@@ -199,8 +199,8 @@ def _name_of(layer: nn.Module, kind: str) -> str:
 
 
 def _output_kinds(target: Target, parts: Iterable[Part]) -> dict[Part, int | None]:
-    """Return what each part's output is: None = a tensor; n = a tuple of a tensor and n further values. Observed in
-    one pass over two tokens."""
+    """Return the kind of each part's output: None = a tensor; n = a tuple of a tensor and n further values.
+    Observed in one pass over two tokens."""
     found: dict[Part, int | None] = {}
 
     def look(part: Part) -> Callable[..., None]:
@@ -264,7 +264,7 @@ def search(target: Target, tokens_RT: Tensor) -> Found:
     """Return the parts to leave out, and how many tokens to draft then.
 
     Args:
-        tokens_RT: int64; text like that which will be decoded; `own_text` where there is none.
+        tokens_RT: int64, text like the decoded one; `own_text` where there is none.
     """
     p_MV = _distribution(target, tokens_RT)
     sizes = _sizes(target)

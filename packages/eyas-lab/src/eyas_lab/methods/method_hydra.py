@@ -7,10 +7,9 @@ since: the root's and the path's.
     [ feature of t ; e(t+1) ; ... ; e(t+1+k) ]  ->  R x + SiLU(W x + b)  ->  blocks: x + SiLU(W x + b)  ->  lm_head  ->  q of token t+2+k
 
 So the children of a node depend on its path. Hydra++ (section 4) has a decoder layer of its own
-over all features so far, whose output takes the place of the feature (`--head.arch prefix-mlp`),
-more blocks, and learns the target's distribution instead of the data's tokens, which is the default
-here. Trees are as in `medusa`, deterministic at any temperature. The noise and dropout of the
-authors' training are not here.
+over all features so far, whose output takes the place of the feature (`--head.arch prefix-mlp`), and more
+blocks. It learns the target's distribution instead of the data's tokens, which is the default here. Trees are
+as in `medusa`, deterministic at any temperature. The noise and dropout of the authors' training are not here.
 
 Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidden, N packed tokens,
 M nodes below the root or positions.
@@ -144,7 +143,7 @@ class Net(nn.Module):
         return prefix.norm(prefix.decode(prefix.input_norm(hidden_RND), hidden_RND, position_RN, cache))  # type: ignore[no-any-return]
 
     def packed(self, features_ND: Tensor, rows_M: Tensor, documents: Documents) -> Tensor:
-        """Return, in training, what the heads read as the features of some rows, [M, D]."""
+        """Return, in training, the features of some rows as the heads read them, [M, D]."""
         prefix = self.prefix
         if prefix is None:
             return features_ND[rows_M]
@@ -286,8 +285,8 @@ class Method(EagleMethod):
         return self.grow_below(net_steps.hidden_BD, cycle_input)
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
-        """Return the tree below the roots. A node's head reads what its parent's read, and the node's own
-        embedding."""
+        """Return the tree below the roots. A node's head reads the input of its parent's head, and the node's
+        own embedding."""
 
         def extend(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:
             return torch.cat([hidden_BQW, self.embed(tokens_BQ).to(self.dtype)], dim=-1)

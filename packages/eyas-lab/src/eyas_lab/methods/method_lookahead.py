@@ -19,10 +19,9 @@ With width 4 and n-grams of 4 tokens:
                   '--- g1 -- h2 -- i2
 
 So window and branch are one tree; node `width * level + column` is a window node. Its token is
-drawn like any other, from the row's own sampling with the noise of its position: it is the token
-that this very run draws there if the node's prefix comes true. (With the most probable token
-instead, which is the same in greedy rows, a small chat model gave 18 % fewer tokens per cycle at
-temperature 1.)
+drawn like any other, from the row's own sampling with the noise of its position. So it is the token that this
+very run draws there if the node's prefix comes true. (With the most probable token instead, which is the same
+in greedy rows, a small chat model gave 18 % fewer tokens per cycle at temperature 1.)
 
 See the paper's section 3 and figures 2 to 4. The first guesses are tokens of the prompt. The window
 moves by one column per cycle, however many tokens were accepted: moving it by as many made no

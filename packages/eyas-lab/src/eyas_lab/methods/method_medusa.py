@@ -6,12 +6,11 @@ predicts token t+1 from it, which is the root; head k predicts token t+2+k:
 
     feature of t  ->  blocks: x + SiLU(W x + b)  ->  lm_head of its own (or the target's)  ->  q of token t+2+k
 
-A head does not know the tokens in between, so the children of all nodes of a level are the same
-best tokens, and the tree is a product of ranked lists. The likely part of it is kept: a static part
-(section 2.3.3), or in each cycle the paths with the largest products of probabilities. Trees are
-deterministic: at any temperature the tokens are those of plain decoding with the same seed.
-With coupled noise (`_grow`) they are ranked by what this run will draw. The paper's typical
-acceptance is lossy and not here.
+A head does not know the tokens in between. So the children of all nodes of a level are the same best tokens,
+and the tree is a product of ranked lists. The likely part of it is kept: a static part (section 2.3.3), or in
+each cycle the paths with the largest products of probabilities. Trees are
+deterministic: at any temperature the tokens equal plain decoding with the same seed. With coupled noise
+(`_grow`) they are ranked by their chance to be this run's draw. The paper's typical acceptance is lossy and not here.
 
 Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M nodes below the root or
 positions that count.
@@ -167,7 +166,7 @@ class Net(nn.Module):
         )
 
     def forward(self, features: Tensor, k: int) -> Tensor:
-        """Return what head k's lm_head reads, [..., D], for the target's final features [..., D]."""
+        """Return the input of head k's lm_head, [..., D], for the target's final features [..., D]."""
         hidden: Tensor = self.blocks[k](features)
         return hidden
 

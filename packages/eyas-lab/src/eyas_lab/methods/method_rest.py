@@ -1,11 +1,11 @@
 """rest: drafts the continuations that the end of the text has in a datastore (REST, He et al. 2023,
 arXiv 2311.08252).
 
-The longest end of the row's text that occurs in the datastore is found there; its continuations
-make a trie; a node's weight is the number of continuations that pass through it; the heaviest
-`nodes` are verified (section 3.2 of the paper). Where a match has more continuations than
-`samples`, an even sample of them is counted. A node's probability is its share of its parent's
-weight; below the root times the rate at which matches of this length had the next token at all.
+The longest end of the row's text that occurs in the datastore is found there, and its continuations make a
+trie. A node's weight is the number of continuations that pass through it. The heaviest `nodes` are verified
+(section 3.2 of the paper). Where a match has more continuations than `samples`, an even sample of them is
+counted. A node's probability is its share of its parent's weight; below the root times the rate at which
+matches of this length had the next token at all.
 
 `eyas datastore build` makes a datastore. This module reads no other text than that, and knows no net.
 
@@ -38,7 +38,7 @@ RANDOM_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The length of what is looked up, and the size of the draft tree."""
+    """The length of the looked up text, and the size of the draft tree."""
 
     longest: int = 16
     """Most tokens that are looked up."""
@@ -75,9 +75,9 @@ def trie(following_SD: np.ndarray[Any, Any], separator: int, max_nodes: int) -> 
     """Return the `max_nodes` heaviest nodes of the trie of these rows, which are sorted; at equal weight the
     shallower one, then the first.
 
-    In sorted rows a node is a run of rows that agree up to its depth, so a node begins where a row
-    differs from the one before it in that column or an earlier one. A parent is as heavy as its
-    child, and shallower: it is kept whenever its child is.
+    In sorted rows a node is a run of rows that agree up to its depth. So a node begins where a row differs from
+    its predecessor in that column or an earlier one. A parent is as heavy as its child, and shallower: it is
+    kept whenever its child is.
     """
     S, D = following_SD.shape
     begins_SD = np.ones((S, D), bool)

@@ -7,9 +7,9 @@ second model.
 
 The draft model is a view of the target with fewer layers (`_skip.py`): the model itself is not
 touched. The view has a cache of its own for the layers that it keeps, and reads the prompt itself.
-The papers share the target's cache, which saves that and lets the draft attend to the keys and
-values that all layers made; here the draft is the smaller model alone. Kangaroo (Liu et al. 2024)
-exits early too, through a trained adapter; there is none here.
+The papers share the target's cache, which saves that and lets the draft attend to the keys and values that all
+layers made. Here the draft is the smaller model alone. Kangaroo (Liu et al. 2024) exits early too, through a
+trained adapter; there is none here.
 
 This module knows no tree policy and no model family.
 """

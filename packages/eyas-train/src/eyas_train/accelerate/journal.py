@@ -1,5 +1,5 @@
-"""What a run has planned and done, in a file that is written after every step, so that the same
-command goes on where it ended.
+"""The plan and the finished steps of a run, in a file that is written after every step. So the same command
+goes on where it ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Journal:
     """The journal of a folder; empty when the folder is new.
 
     Args:
-        settings: what must be equal for a run to go on.
+        settings: settings that must be equal for a run to go on.
 
     Raises:
         OptionError: the folder holds a run with other settings.

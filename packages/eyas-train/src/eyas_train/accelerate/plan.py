@@ -1,12 +1,12 @@
-"""How the minutes of a run are split: what is done, how much of it, and how long each step takes.
+"""The plan for the minutes of a run: the steps, their size, and their time.
 
     total  =  loading + measuring + answers + features + training + bench
 
-The bench gets a fixed share. What is left goes to answers, features and training, with that number
-of passes over the answers which teaches most (`effective_tokens`): few where answers are cheap, more
-where they are slow or the questions are used up. Text that is read again teaches less (Muennighoff et
-al. 2023, section 3: repeated tokens lose their worth exponentially). Pure arithmetic: this module knows no model, no
-clock and no file.
+The bench gets a fixed share. The rest goes to answers, features and training, with the number of passes over
+the answers that teaches most (`effective_tokens`). Passes are few where answers are cheap, and more where they
+are slow or the questions are used up. Text that is read again teaches less (Muennighoff et al. 2023, section 3:
+repeated tokens lose their worth exponentially). Pure arithmetic: this module knows no model, no clock and no
+file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_MINUTES = 60 * 24 * 7
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured on this machine."""
+    """Measurements on this machine."""
 
     loading_seconds: float  # loading the target once
     rows: int  # conversations that are answered at a time

@@ -1,8 +1,8 @@
 """Questions that a target is asked when the user brings none: every form with every subject that
 suits it, in an order that mixes them.
 
-They are plain English, of the kinds that people ask a chat model. A head serves best what it was
-trained on, so questions of one's own are better. This module knows no model and no file.
+They are plain English, of the kinds that people ask a chat model. A head drafts best for texts like those it
+was trained on, so your own questions are better. This module knows no model and no file.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _KINDS = (_EXPLAIN, _DO, _WRITE, _CODE, _DECIDE, _ASK_FOR, _COUNT)
 
 
 def questions() -> list[str]:
-    """Return all questions, mixed: whoever asks the first hundred asks some of every kind."""
+    """Return all questions, mixed: the first hundred have some of every kind."""
     every = [form.format(subject) for kind in _KINDS for subject in kind.subjects for form in kind.forms]
     random.Random(0).shuffle(every)
     return every

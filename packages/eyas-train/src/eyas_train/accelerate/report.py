@@ -1,4 +1,4 @@
-"""The report of a finished run: what was measured after training, for machines and for people."""
+"""The report of a finished run: the measurements after training, for machines and for people."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _figures(report: Mapping[str, Any]) -> str:
-    """Return the table of what was measured, with the machine."""
+    """Return the table of the measurements, with the machine."""
     found = report["reached"]
     lines = [
         "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |",

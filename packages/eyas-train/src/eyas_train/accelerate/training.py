@@ -18,7 +18,7 @@ SAVE_SECONDS = 60.0  # between two saved states
 
 
 def training_options(store: FeatureStore, speeds: Speeds, seconds: float, max_length: int) -> dict[str, Any]:
-    """Return the fields of TrainConfig as "config"; "prompts" of an evaluation; the "tokens" that will
+    """Return the fields of TrainConfig as "config", the "prompts" of an evaluation, and the "tokens" that will
     be read.
 
     Args:

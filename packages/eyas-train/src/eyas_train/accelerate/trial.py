@@ -1,4 +1,4 @@
-"""Short trials on this machine: how fast each step of a run is. What they make is thrown away.
+"""Short trials on this machine: how fast each step of a run is. Their results are thrown away.
 
 This module prints nothing and knows no plan.
 """

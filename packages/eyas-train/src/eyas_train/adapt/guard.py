@@ -4,8 +4,8 @@
     weights   old  new  new  old  old  new         ABBA
     pair      [  0   ] [  1   ] [  2   ]           its difference: mean tokens per cycle, new minus old
 
-The two blocks of a pair come one after the other, so they draft for the same texts, with trees of the same size, and
-a change of the traffic moves both. The differences of pairs are nearly independent, so the error of their mean is
+The two blocks of a pair follow each other. So they draft for the same texts, with trees of the same size, and a
+change of the traffic moves both. The differences of pairs are nearly independent, so the error of their mean is
 their standard deviation / sqrt(pairs), and no model of the text is needed.
 
 The new weights are worse if the mean difference is below -LIMIT standard errors. That is looked at after each pair

@@ -62,7 +62,7 @@ class Heads:
         self.llm.draft_name = source
 
     def rest(self, idle: bool) -> bool:
-        """See `Learner.rest`. What fails there ends the learning, and no request."""
+        """See `Learner.rest`. An error there ends the learning, but no request."""
         if self.learner is None or self.failed:
             return False
         try:
@@ -73,7 +73,7 @@ class Heads:
             return False
 
     def figures(self) -> dict[str, Any] | None:
-        """Return what was learnt; None if nothing is to be."""
+        """Return the learned head. Return None if the head does not learn."""
         return None if self.learner is None else self.learner.figures()
 
     def save(self) -> None:

@@ -11,10 +11,11 @@ cycles only, and as a whole (`swap.put`).
 **Budget.** Seconds of steps, of the copies that follow, and of the comparison of texts, over the seconds of the
 cycles in which the method drafted. A step begins only if the longest of the last ones would still fit.
 
-**Guard.** What is learnt drafts by turns with the last good weights, and is replaced by what was learnt since, so
-that no time is lost; a comparison is one of learning with not learning. Where new weights draft worse, the old ones
-come back, the optimiser forgets, and the learning rate halves. Every `GIVEN_EVERY`-th comparison is with the head
-that was given instead of the last good one, so that small losses, none of which shows by itself, do not add up.
+**Guard.** New weights draft in alternation with the last good weights, and still newer weights replace them, so
+that no time is lost. So a comparison is between learning and not learning. Where new weights draft worse, the
+old ones come back, the optimiser forgets, and the learning rate halves. Every `GIVEN_EVERY`-th comparison is
+with the head that was given instead of the last good one, so that small losses, none of which shows by itself,
+do not add up.
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ class Settings:
         share: seconds of learning per second of drafting, at most.
         lr: the learning rate of AdamW, before the guard halves it.
         batch_tokens: about how many tokens a step reads.
-        steps: steps after which what was learnt drafts.
-        max_tokens, max_mib, max_uses: see `Texts`.
-        first_seconds: what the first step is taken to cost, as nothing has been measured.
+        steps: steps after which the new weights draft. max_tokens, max_mib, max_uses: see `Texts`.
+        first_seconds: assumed cost of the first step, for which there is no measurement.
     """
 
     share: float = 0.03
@@ -82,8 +82,7 @@ class Learner:
     """Lets the head of a drafter learn.
 
     Attributes:
-        drafter: what drafts in the given drafter's place.
-        served, spent: seconds of drafting, and of learning.
+        drafter: it drafts in the given drafter's place. served, spent: seconds of drafting, and of learning.
         good: the head that is saved: the last one that a comparison did not find worse.
 
     Args:
@@ -227,7 +226,7 @@ class Learner:
         self._optimizer.zero_grad()
 
     def _try(self) -> None:
-        """Let what was learnt draft, by turns with the weights before. A comparison that runs goes on with it."""
+        """Let the new weights draft, in alternation with the earlier ones. A comparison that runs goes on with it."""
         with torch.inference_mode(False), torch.no_grad():
             net = deepcopy(self.good.net)
             net.load_state_dict(self.student.net.state_dict())  # in the dtype of the head

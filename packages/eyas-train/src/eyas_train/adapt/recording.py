@@ -1,7 +1,7 @@
 """A drafter that shows the learner each cycle, and keeps the texts that its method reads, with the target's features of
 them, in bounded memory.
 
-It stands between the engine and the method, and drafts what the method drafts:
+It stands between the engine and the method, and returns the method's drafts:
 
     draft     the learner chooses the weights of the cycle; texts of rows that have ended go to the learner
     commit    the features of the accepted path are kept, and the learner counts its length
@@ -34,7 +34,7 @@ MIN_COUNTED = 4  # tokens of an answer: from fewer there is nothing to learn
 
 @dataclass(eq=False)
 class Text:
-    """Consecutive tokens of one request, and what the target made of them."""
+    """Consecutive tokens of one request, and the target's outputs for them."""
 
     tokens: list[int]
     features_TF: Tensor
@@ -161,7 +161,7 @@ class _Row:
             self.count -= dropped
 
     def take(self) -> Text | None:
-        """Return the text, which is kept no longer; None if there is none to learn from."""
+        """Return the text and forget it; None if there is none to learn from."""
         parts, first, end = self.parts, self.first, min(self.first + self.count, len(self.text))
         self.first, self.count, self.parts = self.first + self.count, 0, []
         if not parts or not self.drafted or self.private or end <= first:

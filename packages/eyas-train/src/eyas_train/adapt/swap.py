@@ -5,7 +5,7 @@ A drafter keeps more of its weights than the net: copies that are rounded or pac
 of the drafter itself, and sessions ask the drafter for them in every cycle. So a drafter that takes over all
 attributes of another one drafts with the other's weights from the next cycle on, and nothing old is left.
 
-What sessions have made of the old head stays: the keys and values of their texts. Drafts may fit less until those
+Sessions keep the keys and values that the old head made of their texts. Drafts may fit less until those
 requests end. The texts do not change, as every draft is verified by the distribution that it was drawn from.
 """
 
@@ -78,7 +78,7 @@ def _shown(size: Any) -> str:
 
 
 def _sizes(head: EagleMethod) -> dict[str, Any]:
-    """Return what sessions, and copies of the weights, rely on."""
+    """Return the properties that sessions, and copies of the weights, rely on."""
     architecture = getattr(head.net, "architecture", None)
     tensors = {name: (tuple(value.shape), value.dtype) for name, value in head.net.state_dict().items()}
     return {

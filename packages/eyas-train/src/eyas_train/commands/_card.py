@@ -1,5 +1,5 @@
-"""The model card of a draft head: what it is for, how good it is, how each engine runs it; from the
-record of its training.
+"""The model card of a draft head: its use, its quality and the commands of each engine, from the record of its
+training.
 
 This module does not know where the card goes.
 """
@@ -103,4 +103,4 @@ def _uses(method: str, repo: str, target: str) -> str:
             export = f"eyas export {repo} --format {name} --target {model} --output {place}"
             commands = "\n".join([export, *exports.usage(method, name, place, model)])
             lines.append(f"As {name}:\n\n```\n{commands}\n```")
-    return "\n\n".join([*lines, "What an engine would compute in another way, `eyas export` refuses with the reason."])
+    return "\n\n".join([*lines, "`eyas export` refuses a head that the engine would compute in another way."])

@@ -18,7 +18,7 @@ SHOWN_PROBLEMS = 5
 
 
 def check_source(data: Sequence[str], features: str | None) -> None:
-    """Refuse what is not exactly one of --data and --features, and files that are not there."""
+    """Refuse both and neither of --data and --features, and files that are not there."""
     if data and features:
         raise UsageError("give only one of --data and --features")
     if not data and not features:
@@ -60,7 +60,7 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
 def training_data(
     llm: LLM, files: Sequence[str], features: str | None, config: TrainConfig, cache_bytes: int
 ) -> tuple[Data, dict[str, Any]]:
-    """Return the examples, and what training.json tells about them.
+    """Return the examples, and their entry in training.json.
 
     Args:
         cache_bytes: how much of features at a URL is kept here.

@@ -1,5 +1,5 @@
-"""From conversations to the target's own replies: what `eyas regenerate` does with the model, in its own process or in
-workers."""
+"""From conversations to the target's own replies: the work that `eyas regenerate` does with the model, in its
+own process or in workers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class MakeReplier:
     first: Mapping[str, Any]
 
     def __call__(self) -> Replier:
-        """Return what answers conversations. Raise EyasError if the options do not fit, or other answers are there."""
+        """Return the function that answers conversations. Raise EyasError if the options do not fit, or other
+        answers are there."""
         replier = Replier(load(self.model, self.draft, self.options), self.sampling, self.reply)
         replier.check_same(self.first, "the output")
         return replier

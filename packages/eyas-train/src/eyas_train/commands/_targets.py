@@ -8,22 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli.tools import DraftOptions, TargetOptions, load
+from eyas.cli.tools import DraftOptions, ExactTarget, TargetOptions, load
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
 
+__all__ = ["ExactTarget", "check_exact", "load_target", "recorded_target", "training_record"]
+
 
 def check_exact(model: TargetOptions) -> None:
     """Refuse a rounded target and kernels where features are read."""
-    if model.kernels not in ("auto", "off"):
-        raise OptionError(f"--kernels {model.kernels}: features are read by the model's own forward: leave it out")
-    for name in ("weights", "activations"):
-        if getattr(model, name) != "exact":
-            raise OptionError(
-                f"--{name} {getattr(model, name)}: features are read from the target as it is; the head serves a rounded target as well"
-            )
+    for name, fitting in {"kernels": ("auto", "off"), "weights": ("exact",), "activations": ("exact",)}.items():
+        if (given := getattr(model, name)) not in fitting:
+            raise OptionError(f"--{name} {given}: features are read by the exact model's own forward: leave it out")
 
 
 def load_target(model: TargetOptions, device: str | None = None) -> LLM:

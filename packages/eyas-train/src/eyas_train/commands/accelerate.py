@@ -2,9 +2,9 @@
 
     look at model and machine --> plan --> regenerate --> features --> train --> bench --> report
 
-OUTPUT holds the head with its card and the report; OUTPUT/work holds what it was made from, and
-run.json, from which the same command goes on. Each step is the command of that name, with options
-that the plan chose; a finished step is not done again.
+OUTPUT holds the head with its card and the report; OUTPUT/work holds its sources, and run.json, from which the
+same command goes on. Each step is the command of that name, with options that the plan chose; a finished step
+is not done again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from eyas.cli.tools import (
     AS_JSON,
     DraftOptions,
     SamplingOptions,
-    TargetOptions,
     UsageError,
     interruptible,
     load,
@@ -42,7 +41,7 @@ from eyas_lab.commands import bench
 from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
 from eyas_train.commands._data import check_files
-from eyas_train.commands._targets import check_exact, load_target
+from eyas_train.commands._targets import ExactTarget, check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -54,14 +53,14 @@ GROUP = "Heads"
 SHOWN_NODES = (1, 4, 8, 16, 32)
 SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
-eyas accelerate MODEL --minutes 60 --output HEAD  # with questions of ours
+eyas accelerate MODEL --minutes 60 --output HEAD  # with eyas' own questions
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
 eyas accelerate MODEL --dry-run  # only the plan: each step, and how long it takes
 eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the new head
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
-    "Whatever ends it, the same command goes on where it was.",
+    "After an interruption the same command goes on where it was.",
 )
 
 
@@ -90,7 +89,7 @@ def command(
     /,
     *,
     job: AccelerateOptions,
-    model: TargetOptions,
+    model: ExactTarget,
 ) -> None:
     """Make a model faster: train a draft head for it in a given time."""
     model = _check(target, job, model)
@@ -118,7 +117,7 @@ def command(
         print(json.dumps({name: value for name, value in report.items() if name != "text"}))
 
 
-def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> TargetOptions:
+def _check(target: str | None, job: AccelerateOptions, model: ExactTarget) -> ExactTarget:
     """Return the options of the target, its name included. Refuses bad input before anything is loaded."""
     from eyas_train.accelerate.prospect import METHODS
 
@@ -133,8 +132,8 @@ def _check(target: str | None, job: AccelerateOptions, model: TargetOptions) -> 
     return replace(model, target=target or model.target)
 
 
-def _settings(job: AccelerateOptions, model: TargetOptions) -> dict[str, Any]:
-    """Return what must be equal for a run to go on."""
+def _settings(job: AccelerateOptions, model: ExactTarget) -> dict[str, Any]:
+    """Return the settings that must be equal for a run to go on."""
     from eyas_train.data import data_hash
 
     data = data_hash(job.data) if job.data else "bundled"
@@ -153,7 +152,7 @@ def _look(models: Models, material: Material, job: AccelerateOptions) -> Prospec
 class Models:
     """The target as it answers, and as it is read for training. One of them is in memory at a time."""
 
-    def __init__(self, model: TargetOptions) -> None:
+    def __init__(self, model: ExactTarget) -> None:
         self.model = model
         self.loading_seconds = 0.0  # time that the last load took
         self._loaded: tuple[str, LLM] | None = None
@@ -194,7 +193,7 @@ def _show(prospect: Prospect) -> None:
             f"{plan.trained_tokens:,} tokens in {plan.passes} passes, {speeds.train_rate:,.0f} tokens/s",
             plan.training_seconds,
         ),
-        ("bench", f"{plan.bench_questions} other questions, drafts beside none", plan.bench_seconds),
+        ("bench", f"{plan.bench_questions} other questions, with drafts and without", plan.bench_seconds),
         ("together", "", plan.seconds),
     ]
     title = f"{prospect.target}: a head of {prospect.method}"
@@ -215,7 +214,7 @@ def _show(prospect: Prospect) -> None:
 class Run:
     """A run in its folder, which may have begun earlier."""
 
-    def __init__(self, job: AccelerateOptions, model: TargetOptions, folder: Path, journal: Journal) -> None:
+    def __init__(self, job: AccelerateOptions, model: ExactTarget, folder: Path, journal: Journal) -> None:
         self.job = job
         self.models = Models(model)
         self.folder = folder
@@ -224,7 +223,7 @@ class Run:
         self.prospect: Prospect  # set by `plan`
 
     def report(self, material: Material) -> dict[str, Any]:
-        """Do what is not done yet; return the report, with its Markdown as "text"."""
+        """Do the open steps; return the report, with its Markdown as "text"."""
         self.plan(material)
         steps = {"regenerate": self.regenerate, "features": self.features, "train": self.train, "bench": self.bench}
         for name, do in steps.items():

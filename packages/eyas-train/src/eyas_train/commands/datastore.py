@@ -1,4 +1,4 @@
-"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up what comes next."""
+"""`eyas datastore`: texts and chats as sorted tokens, in which the method rest looks up the next tokens."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _MakeReader:
     def read(
         self, tokenizer: PreTrainedTokenizerBase, lines: Iterable[tuple[str, bytes]]
     ) -> Iterator[list[list[int]] | str]:
-        """Yield the token ids of the documents of each line, or what is wrong with it."""
+        """Yield the token ids of the documents of each line, or the fault of the line."""
         from eyas_train.data import LineReader, Report
 
         reader = LineReader(tokenizer, WHOLE, Report())

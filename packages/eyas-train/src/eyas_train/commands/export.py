@@ -26,10 +26,10 @@ eyas export HEAD --format gguf --target TARGET.gguf --output HEAD.gguf  # llama.
 eyas generate --target MODEL --draft FOLDER "Why ..."  # eyas reads each export, too
 """
 NOTES = (
-    "Formats: safeailab, sglang, vllm (EAGLE-1, EAGLE-2, EAGLE-3), speculators, openvino (EAGLE-3), medusa, hydra (as their authors do); "
-    "vllm, sglang, speculators (DFlash, DFlash 2, DSpark), openvino (DFlash); checkpoint (an MTP module, into a copy of its target); "
-    "gguf (EAGLE-3, DFlash, DFlash 2, DSpark; an MTP module, into a copy of its target's file).",
-    "What an engine would compute in another way is refused, with the reason: see docs/reference/export.md.",
+    "EAGLE heads: vllm, sglang and safeailab take EAGLE-1, EAGLE-2 and EAGLE-3; speculators, openvino and gguf take EAGLE-3.",
+    "Block heads: vllm, sglang, speculators and gguf take DFlash, DFlash 2 and DSpark; openvino takes DFlash.",
+    "Others: medusa, hydra, as their authors write them. An MTP module goes into a copy of its target: checkpoint, gguf.",
+    "If an engine would compute a head in another way, eyas refuses and says why: see docs/reference/export.md.",
 )
 
 

@@ -20,7 +20,6 @@ from cyclopts.validators import Number
 from eyas.cli.tools import (
     Interrupted,
     ProgressBar,
-    TargetOptions,
     TrainMethodOptions,
     UsageError,
     interruptible,
@@ -35,7 +34,7 @@ from eyas.errors import InputError, OptionError
 from eyas.locks import locked_output
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_files, read_data
-from eyas_train.commands._targets import load_target
+from eyas_train.commands._targets import ExactTarget, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -51,7 +50,7 @@ RAY_ADDRESS=auto eyas features ... --workers 8  # on the cluster that this machi
 eyas features ... --part 1/4  # on the first of four machines that share a folder, or whose folders are put together
 eyas features --output FEATURES --verify  # compare every checksum
 """
-NOTES = ("Whatever ends it, whole shards stay and can be trained from; the same command makes the rest.",)
+NOTES = ("After an interruption whole shards stay and can be trained from; the same command makes the rest.",)
 AT_LEAST_3 = Parameter(validator=Number(gte=3))
 HIDDEN = Parameter(show=False)
 
@@ -97,7 +96,7 @@ class FeatureOptions:
 def command(
     *,
     job: FeatureOptions,
-    model: TargetOptions,
+    model: ExactTarget,
     options: TrainMethodOptions,
     arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
 ) -> None:
@@ -208,7 +207,7 @@ def _plan(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], 
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:
-    """Tell how much space these shards take; ask when it is a lot; refuse what does not fit."""
+    """Tell how much space these shards take. Ask when it is a lot, and refuse shards that do not fit."""
     if not shards:
         return
     settings = manifest.settings
@@ -259,12 +258,12 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
 class MakeWriter:
     """Loads the target in a worker of Ray's, which sees the folder."""
 
-    model: TargetOptions
+    model: ExactTarget
     folder: Path
     batch_tokens: int
 
     def __call__(self) -> Callable[[Sequence[int]], Iterator[int]]:
-        """Return what makes shards, and yields the number of each."""
+        """Return the function that makes shards, and yields the number of each."""
         from eyas_train.features import write_features
         from eyas_train.store import FeatureStore
 

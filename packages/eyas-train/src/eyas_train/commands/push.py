@@ -25,7 +25,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 EXAMPLES = """
 eyas push HEAD me/my-head  # shows the files and the model card, and sends nothing
 eyas push HEAD me/my-head --yes --license apache-2.0  # sends them
-eyas generate --target MODEL --draft me/my-head "Why ..."  # what it is for, anywhere
+eyas generate --target MODEL --draft me/my-head "Why ..."  # then generate with the head, anywhere
 """
 NOTES = (
     "Sent are config.json, the weights, training.json, log.jsonl, custom_generate/ and a new README.md; nothing else in the folder.",

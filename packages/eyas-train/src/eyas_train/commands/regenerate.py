@@ -44,11 +44,11 @@ EXAMPLES = """
 eyas regenerate --target MODEL --data chat.jsonl --output own.jsonl  # every turn of the assistant's, greedily
 eyas regenerate ... --draft HEAD --rows 32  # faster, with a head that is there already
 eyas regenerate ... --temperature 0.7 --top-p 0.9 --seed 1  # sampled; each reply has a seed of its own
-eyas train --target MODEL --data own.jsonl --output HEAD  # what it is for
+eyas train --target MODEL --data own.jsonl --output HEAD  # then train on it
 """
 NOTES = (
     'Lines of --data: {"messages": [...]}, {"conversations": [...]} or {"prompt": "..."}, with "tools".',
-    'Lines of --output: {"messages": [...]}, their source, how each reply ended; what is there is not done again.',
+    'Lines of --output: {"messages": [...]}, their source, how each reply ended; finished ones are not done again.',
 )
 COUNTS = ("conversations", "replies", "tokens", "cut", "shortened", "dropped", "bad", "there")
 REMARKS = {
@@ -190,10 +190,11 @@ class _Run(FileRun):
         return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
 
     def answer(self, replies: Replies) -> None:
-        """Answer what has no answer yet.
+        """Answer the conversations that have no answer yet.
 
         Args:
-            replies: from conversations, their number, and what is told the tokens of each cycle, to outcomes.
+            replies: from conversations, their number, and a function that is told the tokens of each cycle, to
+                outcomes.
         """
         from eyas_train.regenerate import Regenerated
 

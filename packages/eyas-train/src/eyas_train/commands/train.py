@@ -22,7 +22,6 @@ from eyas.cli.tools import (
     ConfigOptions,
     Here,
     Interrupted,
-    TargetOptions,
     TrainMethodOptions,
     UsageError,
     cores_for,
@@ -37,7 +36,7 @@ from eyas.cli.tools import (
 from eyas.errors import EyasError, OptionError
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_source, training_data, training_options
-from eyas_train.commands._targets import check_exact, load_target
+from eyas_train.commands._targets import ExactTarget, check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -53,13 +52,13 @@ GRACE_SECONDS = 3.0
 EXAMPLES = """
 eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
 eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4  # several files, longer
-eyas train ... --features FEATURES  # what `eyas features` wrote, instead of --data
+eyas train ... --features FEATURES  # the folder that `eyas features` wrote, instead of --data
 torchrun --nproc-per-node 4 -m eyas train ... --accumulation 4  # on four GPUs
-eyas generate --target MODEL --draft HEAD 'Why ...'  # what it is for
+eyas generate --target MODEL --draft HEAD 'Why ...'  # then generate with the new head
 """
 NOTES = (
     'Data: {"messages": [...]} or {"conversations": [...]} a line; anything but .json, .jsonl and .ndjson is plain text.',
-    "The best data is what the target itself would say: its own answers, on prompts like yours.",
+    "The best data is the target's own answers, on prompts like yours.",
 )
 
 
@@ -99,7 +98,7 @@ class TrainingOptions(ConfigOptions):
         return TrainConfig
 
 
-def command(*, head: HeadOptions, training: TrainingOptions, model: TargetOptions, options: TrainMethodOptions) -> int:
+def command(*, head: HeadOptions, training: TrainingOptions, model: ExactTarget, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
     if head.workers is None and head.min_workers is not None:
         raise UsageError("--min-workers goes with --workers")
@@ -128,7 +127,7 @@ class _Loop:
 
     head: HeadOptions
     training: dict[str, Any]
-    model: TargetOptions
+    model: ExactTarget
     options: dict[str, Any]
 
     def __call__(self, stop: Callable[[], bool]) -> str | None:
@@ -140,7 +139,7 @@ class _Loop:
 
 
 def _train_with_workers(
-    head: HeadOptions, training: dict[str, Any], model: TargetOptions, options: dict[str, Any]
+    head: HeadOptions, training: dict[str, Any], model: ExactTarget, options: dict[str, Any]
 ) -> None:
     if head.restart:
         raise UsageError(
@@ -178,7 +177,7 @@ def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
 def _train(
     head: HeadOptions,
     training: dict[str, Any],
-    model: TargetOptions,
+    model: ExactTarget,
     options: dict[str, Any],
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -202,7 +201,7 @@ def _train(
     train_head(llm, head, config, method_options, verbose=model.verbose, stop=stop)
 
 
-def _load_shared(model: TargetOptions) -> LLM:
+def _load_shared(model: ExactTarget) -> LLM:
     """Return the target whose layers are divided among the processes. It is loaded into the CPU's memory."""
     import torch
 

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads on their way to another engine: the parts of config.json that several formats share, and what none of
-their engines computes."""
+"""EAGLE-3 heads on their way to another engine: the parts of config.json that several formats share, and the
+settings that none of their engines computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def publish(
         qk_norm: whether the engine computes Qwen3's layers.
 
     Returns:
-        our complete config; the keys of a LLaMA config.json; the tensors under their published names.
+        our complete config, the keys of a LLaMA config.json, and the tensors under their published names.
     """
     ours, published = publish_tensors(config, tensors, layer)
     refuse_qkv_bias(ours, reader)

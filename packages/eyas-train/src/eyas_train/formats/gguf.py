@@ -1,4 +1,4 @@
-"""Heads in GGUF files, as llama.cpp reads them: what its converter (convert_hf_to_gguf.py) would write.
+"""Heads in GGUF files, as llama.cpp reads them: the output that its converter (convert_hf_to_gguf.py) would write.
 
 A file has the vocabulary of its target, which is taken from the target's own file in GGUF format; an MTP module is
 written into a copy of that file. Names, and the changes of tensors, are those by which eyas reads such files.
@@ -47,7 +47,8 @@ class Field(NamedTuple):
 
 
 def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
-    """Return the settings and tensors of a file. Raise CheckpointError for what llama.cpp does not compute."""
+    """Return the settings and tensors of a file. Raise CheckpointError for settings that llama.cpp does not
+    compute."""
     if method == "mtp":
         _check_module(config, tensors)
     file = _target_file(target)
@@ -72,7 +73,7 @@ def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) 
 
 
 def write_file(path: Path, settings: Config, tensors: Tensors, target: ExportTarget, dtype: str) -> None:
-    """Write what `export` returns; `dtype` is one of DTYPES, or empty for the head's own."""
+    """Write the result of `export`; `dtype` is one of DTYPES, or empty for the head's own."""
     sample = next(tensor for name, tensor in tensors.items() if name.endswith(("fc.weight", "eh_proj.weight")))
     dtype = dtype or OWN_DTYPES[sample.dtype]
     if settings[ARCHITECTURE] in gguf_names.MTP_TYPES:
@@ -180,8 +181,8 @@ def _block(method: str, config: Config, tensors: Tensors, file: File) -> tuple[d
 def _check_module(config: Config, tensors: Tensors) -> None:
     if _plain(config["target_model_type"]) not in map(_plain, gguf_names.MTP_TYPES.values()):
         raise CheckpointError(
-            f"the module's target is a {config['target_model_type']}, for which llama.cpp has no multi-token prediction that eyas knows "
-            f"(it has for {', '.join(gguf_names.MTP_TYPES.values())}): run the module with eyas, or train an EAGLE-3 head, which llama.cpp "
+            f"the module's target is a {config['target_model_type']}, for which eyas knows no multi-token prediction in llama.cpp "
+            f"(only for {', '.join(gguf_names.MTP_TYPES.values())}). Run the module with eyas, or train an EAGLE-3 head, which llama.cpp "
             "runs too"
         )
     if any(name.startswith("shared_norm.") for name in tensors):
@@ -226,7 +227,7 @@ def _module(config: Config, tensors: Tensors, file: File) -> Published:
 
 
 def _own_layers(file: File) -> int:
-    """Return how many layers the target has, without modules of multi-token prediction behind them."""
+    """Return how many layers the target has, without modules of multi-token prediction after them."""
     return int(file.need("ARCH.block_count")) - int(file.get("ARCH.nextn_predict_layers", 0))
 
 
@@ -317,13 +318,13 @@ def fields(file: File, prefix: str = "") -> dict[str, Field]:
     }
 
 
-def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, beside: File | None = None) -> None:
+def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, other: File | None = None) -> None:
     """Write a file.
 
     Args:
         settings: by their whole names; values, or fields of another file.
         dtype: one of FILE_TYPES, for matrices; vectors, norms and routers are float32, as llama.cpp needs them.
-        beside: a file whose tensors are copied, except those that `tensors` has.
+        other: a file whose tensors are copied, except those that `tensors` has.
     """
     import gguf
 
@@ -332,7 +333,7 @@ def _store(path: Path, settings: Config, tensors: Tensors, dtype: str, beside: F
         field = value if isinstance(value, Field) else _field(value)
         if name != ARCHITECTURE:  # the writer has written it
             writer.add_key_value(name, field.value, field.kind, field.inner)
-    for tensor in [] if beside is None else beside.reader.tensors:
+    for tensor in [] if other is None else other.reader.tensors:
         if tensor.name not in tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, values in tensors.items():

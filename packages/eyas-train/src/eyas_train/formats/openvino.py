@@ -1,10 +1,9 @@
 """EAGLE-3 heads for OpenVINO GenAI, exported: SGLang's form with a table of tokens in every head.
 
-optimum-intel converts SGLang's form. Its class takes d2t from the file whatever the vocabulary;
-where d2t is missing, because the draft's vocabulary is the target's, it has chance numbers there,
-and nothing that the head drafts is accepted. So d2t and t2d are always written here. vLLM refuses a
-d2t of the whole vocabulary, which is why `sglang` leaves it out. What is written is read as
-SGLang's form.
+optimum-intel converts SGLang's form. Its class takes d2t from the file for any vocabulary. Where d2t is
+missing, because the draft's vocabulary is the target's, it has chance numbers there, and none of the head's
+drafts is accepted. So d2t and t2d are always written here. vLLM refuses a d2t of the whole vocabulary, which is
+why `sglang` leaves it out. eyas reads the written files as SGLang's form.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ NAME, EXPORTS = "openvino", ("eagle3",)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for what its class does not
-    compute."""
+    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for settings that its class
+    does not compute."""
     unknown = {
         "explicit layers": config.get("feature_layers"),
         "norms of its features": config.get("fc_norm") or config.get("norm_before_fc"),

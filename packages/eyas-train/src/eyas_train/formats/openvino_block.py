@@ -1,8 +1,8 @@
 """DFlash heads for OpenVINO GenAI, exported: z-lab's form, which optimum-intel converts.
 
 Its class lets all slots of a block see each other in every layer, and drops the first slot: slots predict the token at
-their own place. OpenVINO GenAI puts the target's table of embeddings and its lm_head at both ends, as they are. What is
-written is read as z-lab's form.
+their own place. OpenVINO GenAI puts the target's table of embeddings and its lm_head at both ends, as they are.
+eyas reads the written files as z-lab's form.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NAME, EXPORTS = "openvino", ("dflash",)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for what its class, or OpenVINO
-    GenAI, does not compute."""
+    """Return config.json and the tensors for optimum-intel. Raise CheckpointError for settings that its class,
+    or OpenVINO GenAI, does not compute."""
     scales = [config.get(name) for name in ("embed_scale", "logit_scale")]
     unknown = {
         "slots that predict the next token": config.get("from_anchor"),

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 heads for their authors' code, which reads what eyas saves, unless the head needs more."""
+"""EAGLE-1 and EAGLE-3 heads for their authors' code, which reads eyas' own files, unless the head needs more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     if published["architectures"] == [safeailab3.EXTENDED]:
         needs = [key for key in safeailab3.NEEDS if published["eyas"].get(key)]
         needs += [name for name in their_tensors if name.endswith("bias")]
-        raise CheckpointError(f"SafeAILab's form has no place for what this head needs: {', '.join(needs)}")
+        raise CheckpointError(f"SafeAILab's form has no place for settings of this head: {', '.join(needs)}")
     if config.get("window"):
         raise CheckpointError(
             f"the head was trained with a sliding window of {config['window']} tokens, and the authors' code has none: it would show the "

@@ -4,8 +4,8 @@ EAGLE-1 heads have the architecture LlamaForCausalLMEagle and SafeAILab's tensor
 always has a bias, so an export always writes one, and never the key `bias`, from which SGLang would
 give the attention's projections biases that no file fills.
 
-SGLang drafts with the target's embeddings, whatever the file has. The form of EAGLE-3 heads, and why it holds one layer:
-see `sglang` of eyas.checkpoints.
+SGLang drafts with the target's embeddings, even if the file has others. The form of EAGLE-3 heads, and why it
+holds one layer: see `sglang` of eyas.checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME, EXPORTS = "sglang", ("eagle1", "eagle3")
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors. Raise CheckpointError for what SGLang's classes do not compute."""
+    """Return config.json and the tensors. Raise CheckpointError for settings that SGLang's classes do not compute."""
     sent = _without_table(tensors, target)
     if method == "eagle1":
         return _export_eagle1(config, sent, target)

@@ -37,7 +37,8 @@ TOKENS = 3  # draft tokens of a cycle, unless the engine is told otherwise
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors of the library. Raise CheckpointError for what its classes do not compute."""
+    """Return config.json and the tensors of the library. Raise CheckpointError for settings that its classes do
+    not compute."""
     return (_eagle3 if method in ("eagle3", "peagle") else _block)(method, config, tensors, target)
 
 

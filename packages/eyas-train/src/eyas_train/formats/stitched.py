@@ -7,9 +7,9 @@ engines load them.
     model.safetensors.index.json    says which file holds which tensor
 
 The names are the family's own: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`,
-`mtp.norm`, `mtp.layers.0.*` (Qwen3-Next, Qwen3.5), or, behind the L layers of the target,
-`model.layers.L.*` with `eh_proj`, `enorm`, `hnorm` and `shared_head.norm` (DeepSeek-V3, GLM-4 MoE).
-Experts are written one by one. A family without such names is refused: no engine has a class for it.
+`mtp.norm`, `mtp.layers.0.*` (Qwen3-Next, Qwen3.5). DeepSeek-V3 and GLM-4 MoE have them after the L layers of
+the target, as `model.layers.L.*` with `eh_proj`, `enorm`, `hnorm` and `shared_head.norm`. Experts are written
+one by one. A family without such names is refused: no engine has a class for it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def finish(folder: Path, target: ExportTarget) -> None:
-    """Put the target's files beside the module's, with an index of all tensors."""
+    """Put the target's files into the module's folder, with an index of all tensors."""
     source, weight_map, size = _folder(target), dict[str, str](), 0
     ours = set(_tensors(folder / EXPORT_FILE))
     for file in sorted(source.iterdir()):

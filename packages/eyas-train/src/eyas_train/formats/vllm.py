@@ -29,7 +29,7 @@ LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddin
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return config.json and the tensors. Raise CheckpointError for what vLLM's classes do not compute."""
+    """Return config.json and the tensors. Raise CheckpointError for settings that vLLM's classes do not compute."""
     if method == "eagle1":
         return _export_eagle1(config, tensors, target)
     if method == "eagle3":
@@ -59,7 +59,7 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
         if table is None:
             if target.embedding is None:
                 raise CheckpointError(
-                    "the head has a bias of fc, which vLLM's EAGLE-1 does not compute; an embedding table of the head's own can take it: "
+                    "the head has a bias of fc, which vLLM's EAGLE-1 does not compute. An embedding table of the head's own can take it: "
                     "name the target with --target, whose table that one is made from"
                 )
             table = target.embedding()
@@ -71,8 +71,8 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> Tensor:
     """Return the embedding table with which an EAGLE-1 head without its bias of fc computes the same.
 
-    fc reads [embedding ; feature]. So the half W of its weight that reads the embedding takes a
-    shift s of every embedding to W s, and W s = bias has a solution unless W is singular.
+    fc reads [embedding ; feature]. W is the half of its weight that reads the embedding. A shift s of every
+    embedding adds W s, and W s = bias has a solution unless W is singular.
 
     Args:
         table_VD: the head's own table, or the target's.

@@ -33,7 +33,7 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
-    """Return what `write` returns. Raise CheckpointError for what the form cannot say."""
+    """Return the result of `write`. Raise CheckpointError for settings that the form cannot hold."""
     if method != "dspark" and not {"embed.weight", "head.weight"}.isdisjoint(tensors):
         raise CheckpointError("the head has embeddings or an lm_head of its own, which heads of DFlash's form have not")
     return write(method, config, tensors)

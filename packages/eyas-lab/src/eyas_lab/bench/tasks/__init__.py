@@ -115,7 +115,7 @@ def _part(name: str, file: Path) -> str:
 
 
 def _not_empty(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
-    """Return what was found. Raise InputError if it is nothing."""
+    """Return the findings. Raise InputError if it is nothing."""
     if found:
         return found
     raise InputError(
@@ -139,8 +139,7 @@ class _Reader:
         self.found, self.problems, self.places = list[_Found](), list[str](), dict[str, str]()
 
     def read(self, lines: Iterable[tuple[str, Any]], part: str = "") -> None:
-        """Read lines; part: the part of the task that they belong to; "": the lines name it, or
-        there is none."""
+        """Read lines. part: the part of the task that they belong to; "": the lines name it, or it is missing."""
         for number, (where, record) in enumerate(lines, start=1):
             try:
                 if isinstance(record, InputError):

@@ -67,7 +67,7 @@ def parse_line(record: Any) -> ParsedLine:
     read = next((read for keys, read in FORMATS if keys <= record.keys()), None)
     if read is None:
         keys = ", ".join(map(repr, record)) or "none"
-        raise InputError(f'its keys ({keys}) are those of no known format; {{"prompt": "..."}} always works')
+        raise InputError(f'its keys ({keys}) belong to no known format; {{"prompt": "..."}} always works')
     fields = {"turns": (), **read(record), **_settings(record)}
     if fields.get("system") and not fields["turns"]:
         raise InputError('"system" goes with "prompt" or "turns"; in "messages" it is the first message')

@@ -54,8 +54,7 @@ def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
 def passages(
     path: Path, lengths: Sequence[int], seed: int, max_new_tokens: int | None
 ) -> tuple[list[Prompt], list[str]]:
-    """PASSAGES prompts of every length, in turn from every book, and what is wrong with books that
-    cannot be used."""
+    """PASSAGES prompts of every length, in turn from every book, and the faults of books that cannot be used."""
     books, problems, prompts = list[Book](), list[str](), list[Prompt]()
     for file in _files(path):
         try:

@@ -49,8 +49,9 @@ TASKS = {
 
 
 def files_of(name: str, path: Path) -> list[Path]:
-    """Return the files of lines at a path: the path itself; of a folder its question.jsonl, its
-    only file of lines, or the question.jsonl of each folder in it; of SPEED-Bench's folder qualitative.jsonl."""
+    """Return the files of lines at a path. That is the path itself, or of a folder its question.jsonl, its only
+    file of lines, or the question.jsonl of each folder in it. Of SPEED-Bench's folder it is
+    qualitative.jsonl."""
     if path.is_file():
         return [path]
     if name == "speed_bench" and (path / QUALITATIVE).is_file():

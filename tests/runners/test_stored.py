@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.
         load(place)
     assert load(place, weights="auto").target.runner.weight_format.weights == "int8"
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
-    with pytest.raises(FitError, match="GB are free$"):
+    with pytest.raises(FitError, match=r"GB are free$"):
         load(place, weights="auto")
 
 
@@ -130,7 +130,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     place = folder(tmp_path)
     about = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(about | {"num_hidden_layers": about["num_hidden_layers"] + 1}))
-    with pytest.raises(ModelError, match="lacks the tensor model.layers"):
+    with pytest.raises(ModelError, match=r"lacks the tensor model\.layers"):
         load(place)
     (place / "config.json").write_text(json.dumps(about | {"intermediate_size": 256}))
     with pytest.raises(ModelError, match=r"mlp.*weight is \[128, 64\] instead of \[256, 64\]"):

@@ -41,7 +41,7 @@ from eyas.cli._options import (
 from eyas.cli._show import Painter, ProgressBar, TimedStream, print_table, progress_bar
 
 __all__ = [
-    "AS_JSON", "DRAFT_WEIGHTS", "TREE", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "FileRun",
+    "AS_JSON", "DRAFT_WEIGHTS", "TREE", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "ExactTarget", "FileRun",
     "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "Painter", "ProgressBar", "Results",
     "SamplingOptions", "TargetOptions", "TimedStream", "TrainMethodOptions", "UsageError", "cores_for", "differences",
     "file_errors", "interruptible", "load", "need_packages", "need_tokenizer", "note", "note_no_head", "on_cluster",

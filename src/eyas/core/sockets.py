@@ -153,9 +153,7 @@ class KnownHead(NamedTuple):
 class TargetPlug(Protocol):
     """Finds targets by the name that a caller of `eyas.load` names."""
 
-    def find_target(
-        self, target: Any, gguf_file: str | None, cache: bool, stored: bool = False
-    ) -> KnownTarget | None:
+    def find_target(self, target: Any, gguf_file: str | None, cache: bool, stored: bool = False) -> KnownTarget | None:
         """Return the target that these arguments of `eyas.load` name; None if this plug does not know it.
         Read nothing large yet.
 

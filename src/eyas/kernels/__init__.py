@@ -34,6 +34,7 @@ from eyas.kernels._linear import (
     pack,
     pack_gated,
     packed_bytes,
+    panel,
     rms_norm,
 )
 from eyas.kernels._memory import huge_pages
@@ -80,6 +81,7 @@ __all__ = [
     "pack",
     "pack_gated",
     "packed_bytes",
+    "panel",
     "rms_norm",
     "why_not",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from eyas.kernels._rows import PLAIN, Rows, block_type
 
 __all__ = [
     "EXACT", "Matrix", "Memory", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
-    "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "rms_norm",
+    "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "panel", "rms_norm",
 ]  # fmt: skip
 
 GROUP_SIZE = 32  # inputs of int4 that share a scale
@@ -41,7 +41,7 @@ def draft_format(draft_weights: str) -> WeightFormat:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer's weights in panels of P = 2 `lanes()` outputs, padded with zero outputs.
+    """A linear layer's weights in panels of P = `panel()` outputs, padded with zero outputs.
 
     data: uint8 [O / P, bytes of a panel], laid out as cpu/tiles.h says.
     """
@@ -60,7 +60,7 @@ class Matrix:
     @property
     def padded(self) -> int:
         """Outputs with the padding."""
-        return self.data.shape[0] * 2 * lanes()
+        return self.data.shape[0] * panel()
 
     @property
     def bytes(self) -> int:
@@ -78,7 +78,10 @@ class Matrix:
 
 
 def pack(
-    weight_OI: Tensor | Rows, bias_O: Tensor | None = None, weight_format: WeightFormat = EXACT, memory: Memory = huge_pages
+    weight_OI: Tensor | Rows,
+    bias_O: Tensor | None = None,
+    weight_format: WeightFormat = EXACT,
+    memory: Memory = huge_pages,
 ) -> Matrix:
     """Pack a matrix in the narrowest kind that holds it without loss, or in the one that
     `weight_format` rounds to.
@@ -88,10 +91,10 @@ def pack(
     """
     rows = weight_OI if isinstance(weight_OI, Rows) else Rows.of(weight_OI)
     outputs, inputs = rows.shape
-    panel = 2 * lanes()
-    padded = outputs + -outputs % panel
+    width = panel()
+    padded = outputs + -outputs % width
     form = _form_of(rows, weight_format)
-    data = memory(padded * form.row_bytes).view(padded // panel, panel * form.row_bytes)
+    data = memory(padded * form.row_bytes).view(padded // width, width * form.row_bytes)
     bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padded - outputs)).contiguous()
     scale_O = None
     if form.kind in ("int8", "int8_dot"):
@@ -108,7 +111,7 @@ def pack(
 
 def packed_bytes(rows: Rows, weight_format: WeightFormat) -> int:
     """Return the bytes of a matrix when it is packed."""
-    return (len(rows) + -len(rows) % (2 * lanes())) * _form_of(rows, weight_format).row_bytes
+    return (len(rows) + -len(rows) % panel()) * _form_of(rows, weight_format).row_bytes
 
 
 class Form(NamedTuple):
@@ -184,6 +187,11 @@ def pack_gated(
 def lanes() -> int:
     """Return the number of floats in a vector of the kernels: 16, 8 or 4."""
     return int(library().eyas_lanes())
+
+
+def panel() -> int:
+    """Return the number of outputs of a panel of weights."""
+    return 2 * lanes()
 
 
 def layout() -> tuple[int, int, int]:

@@ -73,7 +73,9 @@ class Rows:
         """Return the rows of a tensor on the CPU."""
         weight_OI = weight_OI.detach()
         weight_OI = (weight_OI if weight_OI.dtype in PLAIN else weight_OI.float()).contiguous()
-        return cls.at(address(weight_OI, weight_OI.dtype) or 0, PLAIN[weight_OI.dtype], *weight_OI.shape, weight_OI)
+        outputs, inputs = weight_OI.shape
+        begin = address(weight_OI, weight_OI.dtype) or 0
+        return cls.at(begin, PLAIN[weight_OI.dtype], outputs, inputs, weight_OI)
 
     @classmethod
     def at(cls, begin: int, kind: int, outputs: int, inputs: int, owner: Any) -> Rows:
@@ -97,7 +99,9 @@ class Rows:
         """Return these rows, then those of others, which have the same type."""
         assert all(other.type == self.type for other in others), "rows of one matrix have one type"
         parts = (self, *others)
-        return Rows(self.type, torch.cat([part.address_O for part in parts]), self.inputs, [part.owner for part in parts])
+        return Rows(
+            self.type, torch.cat([part.address_O for part in parts]), self.inputs, [part.owner for part in parts]
+        )
 
     def read(self, threads: int = 0) -> Tensor:
         """Return the weights [O, I] in float32."""
@@ -111,7 +115,7 @@ class Rows:
     def sample(self, step: int) -> Tensor:
         """Return every step-th weight, row after row."""
         place_N = torch.arange(0, len(self) * self.inputs, step, device="cpu")
-        row_N, index_N = (place_N // self.inputs).unique(return_inverse=True)
+        row_N, index_N = torch.unique(place_N // self.inputs, return_inverse=True)
         return self.take(row_N).read()[index_N, place_N % self.inputs]
 
 

@@ -3,9 +3,9 @@
     ~/.cache/eyas/packed/KEY.bin    matrices one after the other, each at a page of its own; KEY hashes the checkpoint's
                                     files, the format of weights and the layout of panels on this machine
 
-EYAS_SHARE_WEIGHTS=1 maps the file, and processes share its pages; otherwise it is read into memory of its own in huge pages,
-which made decoding 12 % faster, unless that takes more than half of what is free. Files that were used least recently are removed once all of them take more
-than EYAS_PACKED_CACHE_GB (40); 0 keeps none.
+EYAS_SHARE_WEIGHTS=1 maps the file, and processes share its pages. Otherwise it is read into memory of its own, in huge
+pages, which made decoding 12 % faster, unless that takes more than half of the free memory. Files that were used least
+recently are removed once all of them take more than EYAS_PACKED_CACHE_GB (40); 0 keeps none.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PackedFile:
                 mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE)  # writable, as tensors want it
                 return torch.from_numpy(np.frombuffer(mapped, np.uint8))
             memory = kernels.huge_pages(size)
-            stream.readinto(memory.numpy())  # type: ignore[attr-defined]
+            stream.readinto(memory.numpy().data)
             return memory
 
     def __call__(self, size: int) -> Tensor:
@@ -140,12 +140,18 @@ def check_fit(target: Target, weight_format: WeightFormat) -> None:
     """Say what a target with weights in files needs, before they are read. Raise FitError if it is not free."""
     needed, cache, free = _bytes(target, weight_format), _cache_bytes(target), psutil.virtual_memory().available
     log.info(
-        "weights %.2f GB, keys and values %.2f GB for %d tokens; %.1f GB are free", needed / 1e9, cache / 1e9, TOKENS, free / 1e9
+        "weights %.2f GB, keys and values %.2f GB for %d tokens; %.1f GB are free",
+        needed / 1e9,
+        cache / 1e9,
+        TOKENS,
+        free / 1e9,
     )
     if needed + cache + RESERVE <= free:
         return
     others = ((name, _bytes(target, WeightFormat(name))) for name in SMALLER)  # type: ignore[arg-type]
-    smaller = next((f": weights {name} need {size / 1e9:.1f} GB" for name, size in others if size + cache + RESERVE <= free), "")
+    smaller = next(
+        (f": weights {name} need {size / 1e9:.1f} GB" for name, size in others if size + cache + RESERVE <= free), ""
+    )
     raise FitError(
         f"the weights of {target.name} need {needed / 1e9:.1f} GB, keys and values {cache / 1e9:.1f} GB for {TOKENS} tokens, "
         f"and {free / 1e9:.1f} GB are free{smaller}"

@@ -12,6 +12,7 @@ equal plain decoding's exactly, not only up to rounding.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +25,23 @@ from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError, one_line
-from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat, floats
+from eyas.kernels import (
+    EXACT,
+    HEAD_DIMS,
+    Layers,
+    LayerSizes,
+    Matrix,
+    Pass,
+    Rows,
+    ThreadCount,
+    WeightFormat,
+    floats,
+)
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
+from eyas.runners._packing import Packing, check_fit, packing_of
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
-from eyas.runners._packing import Packing, check_fit, packing_of
 from eyas.runners.cpu_ops import CpuOps
 from eyas.runners.stored import StoredLinear, stored_in
 
@@ -373,15 +385,7 @@ def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None)
 
 def _layer(layer: Any, window: int, pack: Packing) -> kernels.Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    three = (attention.q_proj, attention.k_proj, attention.v_proj)
-    bias = three[0].bias is not None
-    rows = [pack.rows(module) for module in three]
-    if joined := kernels.joined(rows):
-        qkv, *apart = pack(joined, torch.cat([m.bias for m in three]) if bias else None), None, None
-    elif joined := kernels.joined(rows[:2]):
-        qkv, *apart = pack(joined, torch.cat([m.bias for m in three[:2]]) if bias else None), None, pack(rows[2], three[2].bias)
-    else:
-        qkv, *apart = (pack(part, module.bias) for part, module in zip(rows, three, strict=True))
+    qkv, k, v = _queries_keys_values((attention.q_proj, attention.k_proj, attention.v_proj), pack)
     return kernels.Layer(
         qkv=qkv,
         o=pack(pack.rows(attention.o_proj), attention.o_proj.bias),
@@ -392,9 +396,26 @@ def _layer(layer: Any, window: int, pack: Packing) -> kernels.Layer:
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         window=window,
-        k=apart[0],
-        v=apart[1],
+        k=k,
+        v=v,
     )
+
+
+def _queries_keys_values(three: tuple[Any, Any, Any], pack: Packing) -> tuple[Matrix, Matrix | None, Matrix | None]:
+    """Return one matrix, and keys and values apart where a file has them in other types."""
+
+    def bias_of(modules: Sequence[Any]) -> Tensor | None:
+        return None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+
+    rows = [pack.rows(module) for module in three]
+    if any(len(part) % kernels.panel() for part in rows[:2]):  # they would begin within a panel
+        rows = [part if kernels.joined(rows) else Rows.of(part.read()) for part in rows]
+    if (joined := kernels.joined(rows)) is not None:
+        return pack(joined, bias_of(three)), None, None
+    if (joined := kernels.joined(rows[:2])) is not None:
+        return pack(joined, bias_of(three[:2])), None, pack(rows[2], three[2].bias)
+    queries, keys, values = (pack(part, module.bias) for part, module in zip(rows, three, strict=True))
+    return queries, keys, values
 
 
 def _norm(module: Any) -> Tensor:

@@ -76,7 +76,9 @@ class CpuOps(CpuCycleOps):
         if self.packed.kind not in ("float32", "bfloat16"):
             return self.packed
         rows = getattr(self.lm_head, "stored_rows", None)  # of a weight that stays in its file
-        return kernels.pack(self.lm_head.weight if rows is None else rows, self.lm_head.bias, kernels.draft_format("exact"))
+        return kernels.pack(
+            self.lm_head.weight if rows is None else rows, self.lm_head.bias, kernels.draft_format("exact")
+        )
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return with_cpu_kernels(net, kernels.draft_format(draft_weights), self.threads)

@@ -88,10 +88,16 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
         log.info("%s is converted: the kernels do not know the family %s", path.name, kind)
         return None
     listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
-    tensors = {name: Entry(0, number, tuple(shape), offset, heads) for name, (number, shape, offset, heads) in listed.items()}
+    tensors = {
+        name: Entry(0, number, tuple(shape), offset, heads) for name, (number, shape, offset, heads) in listed.items()
+    }
     plain = (0, 1, 30)
-    if other := sorted({entry.type for entry in tensors.values() if entry.type not in plain and kernels.block_type(entry.type) is None}):
-        log.info("%s is converted: the kernels do not know its types of weights %s", path.name, ", ".join(map(str, other)))
+    if other := sorted(
+        {entry.type for entry in tensors.values() if entry.type not in plain and kernels.block_type(entry.type) is None}
+    ):
+        log.info(
+            "%s is converted: the kernels do not know its types of weights %s", path.name, ", ".join(map(str, other))
+        )
         return None
     checkpoint = Checkpoint(*settings_of(folder), [MappedFile(path)], tensors)
     if ROPE_FACTORS not in tensors:

@@ -26,11 +26,19 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from eyas import kernels
 from eyas.errors import ModelError
 from eyas.kernels import Rows
 
-__all__ = ["Checkpoint", "Entry", "StoredEmbedding", "StoredLinear", "open_safetensors", "few_outputs", "settings_of", "stored_in"]
+__all__ = [
+    "Checkpoint",
+    "Entry",
+    "StoredEmbedding",
+    "StoredLinear",
+    "few_outputs",
+    "open_safetensors",
+    "settings_of",
+    "stored_in",
+]
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
@@ -165,7 +173,7 @@ class Checkpoint:
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
         with torch.device("meta"), no_init_weights():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         base = model.get_decoder()
         base.rotary_emb = type(base.rotary_emb)(config=config)
         if self.frequency_factors is not None:
@@ -192,7 +200,9 @@ class Checkpoint:
             key = "model.embed_tokens.weight"
         rows = self.rows(key)
         if rows.shape != tuple(module.weight.shape):
-            raise ModelError(f"{self.files[0].path}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}")
+            raise ModelError(
+                f"{self.files[0].path}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}"
+            )
         if isinstance(module, nn.Embedding):
             setattr(parent, place, StoredEmbedding(rows, module.padding_idx))
         else:

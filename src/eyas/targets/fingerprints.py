@@ -126,7 +126,9 @@ def fingerprint_of(model: Any) -> str:
     samples = []
     for name, (outputs, inputs) in _three(shapes):
         step = max(1, outputs * inputs // 4096)
-        samples.append(stored[name].sample(step) if name in stored else value_of(model, name).detach().flatten()[::step])
+        samples.append(
+            stored[name].sample(step) if name in stored else value_of(model, name).detach().flatten()[::step]
+        )
     return _format(shapes, samples)
 
 

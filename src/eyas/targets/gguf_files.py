@@ -239,11 +239,12 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
         model = read_model(path.parent, torch.float32, keywords=keywords)
         if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
             del model.config.quantization_config
-        model.generation_config.update(**eos)
+        model.generation_config.update(**eos)  # type: ignore[no-untyped-call]
         model.save_pretrained(folder)
     else:
         write_text(folder / TENSORS, json.dumps(tensors_of(file, config)))
-        GenerationConfig(**{"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, **eos}).save_pretrained(folder)
+        settings = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, **eos}
+        GenerationConfig(**settings).save_pretrained(folder)  # type: ignore[no-untyped-call]
         config.save_pretrained(folder)
     if tokenizer is not None:
         _complete(tokenizer, config, file)
@@ -263,7 +264,7 @@ def tensors_of(file: Any, config: Any) -> dict[str, Any]:
     arch = file.get_field("general.architecture").contents()
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     known = get_tensor_name_map(number, config.num_hidden_layers)
     names = {}
     for name in model.state_dict():
@@ -275,7 +276,12 @@ def tensors_of(file: Any, config: Any) -> dict[str, Any]:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         permuted = heads.get(tensor.name.split(".")[-2], 0) if arch == "llama" else 0
         name = names.get(tensor.name, tensor.name)
-        found[name] = [int(tensor.tensor_type), [int(n) for n in reversed(tensor.shape)], int(tensor.data_offset), permuted]
+        found[name] = [
+            int(tensor.tensor_type),
+            [int(n) for n in reversed(tensor.shape)],
+            int(tensor.data_offset),
+            permuted,
+        ]
     return found
 
 

@@ -1,6 +1,6 @@
 """`eyas.train`, the name under which the package `eyas_train` was once imported: both names give the same modules.
 
-It does not know what eyas-train contains.
+It does not know the modules of eyas-train.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def panel() -> int:
 
 
 def layout() -> tuple[int, int, int]:
-    """Return what the layout of panels depends on."""
+    """Return the numbers that decide the layout of panels."""
     return lanes(), _dot_inputs(), int(library().eyas_int8_zero())
 
 

@@ -60,7 +60,7 @@ class Rows:
         type: the number of their type in GGUF files.
         address_O: int64; where each row begins, 0 for a row of zeros.
         inputs: I, the weights of a row.
-        owner: whatever keeps their memory.
+        owner: the object that keeps their memory.
     """
 
     type: int
@@ -96,7 +96,7 @@ class Rows:
         return Rows(self.type, self.address_O[index_O].contiguous(), self.inputs, self.owner)
 
     def joined(self, *others: Rows) -> Rows:
-        """Return these rows, then those of others, which have the same type."""
+        """Return these rows, then the rows of others, which have the same type."""
         assert all(other.type == self.type for other in others), "rows of one matrix have one type"
         parts = (self, *others)
         return Rows(

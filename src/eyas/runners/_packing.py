@@ -87,7 +87,7 @@ class PackedFile:
 
 
 class Packing:
-    """Packs matrices one after the other; what a mapped checkpoint has read for one is given back after it."""
+    """Packs matrices one after the other, and gives back the pages of a mapped checkpoint after each."""
 
     def __init__(
         self, weight_format: WeightFormat, checkpoint: Checkpoint | None = None, file: PackedFile | None = None
@@ -116,14 +116,14 @@ class Packing:
         return matrix
 
     def end(self) -> None:
-        """Keep what was packed."""
+        """Keep the packed matrices."""
         if self.file is not None:
             self.file.end()
             _remove_unused(self.file.path)
 
 
 def packing_of(target: Target, weight_format: WeightFormat) -> Packing:
-    """Return what packs a target's matrices: into a file, if its weights stay in files."""
+    """Return the packing of a target's matrices: into a file, if its weights stay in files."""
     checkpoint = stored_in(target.model)
     if checkpoint is None or not _limit_bytes():
         return Packing(weight_format, checkpoint)
@@ -137,7 +137,7 @@ def packing_of(target: Target, weight_format: WeightFormat) -> Packing:
 
 
 def check_fit(target: Target, weight_format: WeightFormat) -> None:
-    """Say what a target with weights in files needs, before they are read. Raise FitError if it is not free."""
+    """Log the memory that a target with weights in files needs, before they are read. Raise FitError if it is not free."""
     needed, cache, free = _bytes(target, weight_format), _cache_bytes(target), psutil.virtual_memory().available
     log.info(
         "weights %.2f GB, keys and values %.2f GB for %d tokens; %.1f GB are free",

@@ -374,7 +374,7 @@ def _fault(layer: Any, size: LayerSizes) -> str:
 
 
 def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
-    """Return what a linear layer or a norm is, in its own words, if it is not the one of this shape (and epsilon)."""
+    """Return the description of a linear layer or a norm if it does not have this shape (and epsilon)."""
     if isinstance(module, StoredLinear):
         return "" if module.stored_rows.shape == shape else one_line(module, 120)
     weight = getattr(module, "weight", None)

@@ -3,9 +3,9 @@
     checkpoint = open_safetensors(folder)        # or gguf_weights.open_gguf(folder)
     model = checkpoint.model()                   # a model of transformers, of norms and biases only
 
-A file is mapped into memory. Linear layers and embeddings of the model know the rows of the file that are
-their weights (`kernels.Rows`), and the kernels pack these, so no weight is ever in memory as float32. The
-model's own forward works, too: it reads the rows that it needs at each call, which is slow.
+A file is mapped into memory. Linear layers and embeddings of the model know the rows of the file that hold their weights
+(`kernels.Rows`). The kernels pack these rows, so no weight is ever in memory as float32. The model's own forward works,
+too: it reads the rows at each call, which is slow.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Checkpoint:
         config: the model's configuration.
         generation: the settings in generation_config.json; None where there is none.
         tensors: by their names in transformers.
-        frequency_factors: what the frequencies of RoPE are divided by; None: nothing.
+        frequency_factors: numbers that divide the frequencies of RoPE; None: they stay.
     """
 
     config: Any
@@ -160,7 +160,7 @@ class Checkpoint:
         return rows.read().view(entry.shape)
 
     def release(self) -> None:
-        """Give back the memory of what was read."""
+        """Give back the memory of the pages that were read."""
         for file in self.files:
             file.release()
 
@@ -222,8 +222,8 @@ def stored_in(model: Any) -> Checkpoint | None:
 
 @contextmanager
 def few_outputs(model: Any) -> Iterator[None]:
-    """Within this context, a stored model's layers are not computed, and a few logits only: what a forward returns has
-    the right sizes, and little is read."""
+    """Within this context, a forward of a stored model skips the matrices of its layers and computes a few logits. Its
+    results have the right sizes, and little is read."""
     layers = {id(module) for module in model.get_decoder().modules()}
     linears = [module for module in model.modules() if isinstance(module, StoredLinear)]
     for module in linears:

@@ -187,8 +187,8 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _make(path: Path, folder: Path, weights: bool) -> None:
-    """Convert into a temporary folder, which then gets its name. What a killed process left is
-    removed: whoever makes a folder holds its lock."""
+    """Convert into a temporary folder, which then gets its name. Files that a killed process left are removed:
+    the maker of a folder holds its lock."""
     for left in (folder, *folder.parent.glob(f".{folder.name}.*.tmp")):
         shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -252,8 +252,9 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
 
 
 def tensors_of(file: Any, config: Any) -> dict[str, Any]:
-    """Return where the weights of a model lie in a file, by their names in transformers: [type, shape, offset, heads].
-    heads: rows of queries and keys are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers.
+    """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, heads].
+
+    heads: the heads whose rows are in llama.cpp's order, pairs of RoPE side by side. 0: the order is transformers'.
 
     Raises:
         ModelError: transformers has no name for a tensor.

@@ -1,4 +1,4 @@
-"""What eyas asks this distribution for, by the name "gpu": a target that runs by CUDA graphs.
+"""The functions that eyas asks this distribution for, by the name "gpu": a target that runs by CUDA graphs.
 
 Kernels are used on a device after all of them have given torch's numbers there. Otherwise a warning names the first
 that failed, and torch computes instead.
@@ -32,7 +32,7 @@ def with_graphs(target: Target, kernels: str, own: bool) -> Target:
     """Return the target by CUDA graphs, once a graph has given the numbers of the model's own forward; else as it is.
 
     Args:
-        kernels: "auto", "on" or "compile"; `eyas.runners.with_fastest_runner` says what they mean.
+        kernels: "auto", "on" or "compile"; `eyas.runners.with_fastest_runner` explains them.
         own: eyas loaded the model, so nobody else changes its weights.
     """
     if reason := target.own_forward_only("graphs") or _growing_rope(target):

@@ -198,8 +198,8 @@ def _judge_by_size(target: Target, loading: float, questions: int, seconds: floa
 
 
 def _rates(kind: type[DraftMethod], target: Target, reading: float, seconds: float) -> _Rates:
-    """Return the rates of a method, by a trial that takes about so many seconds at most: on a slow machine its batches
-    are smaller, and on a very slow one the rates are estimated.
+    """Return the rates of a method, by a trial that takes about so many seconds at most. A slow machine gets smaller batches,
+    and a very slow one estimated rates.
 
     Args:
         reading: tokens that the target reads in a second.

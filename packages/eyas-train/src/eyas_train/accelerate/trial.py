@@ -69,7 +69,7 @@ class Watch:
         return seconds <= self.left
 
     def wait(self, seconds: float) -> None:
-        """Leave seconds out that no trial took, such as those of a load."""
+        """Leave out seconds that no trial took, such as the seconds of a load."""
         self.ends += seconds
 
 
@@ -82,8 +82,8 @@ def answer_speed(
 ) -> AnswerSpeed:
     """Let the target answer some of these questions for so many seconds.
 
-    Conversations that have not ended by then count too: the mean length is all tokens over the
-    number of ends, as if each token were the last with the same chance.
+    Conversations that have not ended by then count too. The mean length is all tokens over the number of ends,
+    as if each token were the last with the same chance.
 
     Args:
         rows: how many are answered at a time; fewer where their prompts alone would take half of the seconds.

@@ -4,7 +4,7 @@
     llm = adapting(eyas.load("smollm2"))     its head learns from what it answers (docs/guide/learn_online.md)
     llm.save_draft("my_head")
 
-The text is the same whatever the weights of the head are: drafts are verified. Of a request with the feature
+The weights of the head never change the text, because drafts are verified. Of a request with the feature
 `Private` nothing is kept. `eyas serve` asks for `Heads` and `LearningLLM`, by the entry point "adapt".
 """
 

@@ -1,4 +1,4 @@
-"""What a server asks of its head."""
+"""The requests of a server to its head."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LearningLLM(LLM):
 
 
 def adapting(llm: LLM, **settings: Any) -> LearningLLM:
-    """Return the LLM with a head that learns from what it answers; `settings`: see `Settings`.
+    """Return the LLM with a head that learns from its answers. `Settings` explains the settings.
 
     Raises:
         OptionError: the head cannot learn.

@@ -82,7 +82,7 @@ def command(
 
 
 def _fill(parcel: Path, folder: Path, weights: Weights, repo: str, job: PushOptions) -> str:
-    """Put into a folder what is sent; returns the card."""
+    """Put the files to send into a folder; return the card."""
     from eyas_train.custom_generate import write_custom_generate
 
     for pattern in (*KEPT, *WEIGHTS):

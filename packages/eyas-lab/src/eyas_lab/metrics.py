@@ -1,4 +1,4 @@
-"""Figures of speculative decoding. Symbols are the papers' (EAGLE-1, section 5; Leviathan et al. 2023);
+"""Figures of speculative decoding. Symbols are the papers' (EAGLE-1, section 5, and Leviathan et al. 2023).
 docs/guide/benchmark.md explains them at length. `eyas.core.totals` sums up steps.
 
 cycle       one pass of the target over a draft tree. The prompt's own pass is not a cycle, and the token that it gives belongs to none.

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, TreeOptions, grow
 from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, LayerSizes, Pass
 from eyas.kernels._linear import (
-    EXACT,
     Matrix,
-    Memory,
-    ThreadCount,
-    WeightFormat,
-    draft_format,
     has_amx,
     has_avx512_bf16,
     has_dots,
@@ -31,13 +27,11 @@ from eyas.kernels._linear import (
     lanes,
     layout,
     linear,
-    pack,
-    pack_gated,
-    packed_bytes,
     panel,
     rms_norm,
 )
 from eyas.kernels._memory import huge_pages
+from eyas.kernels._pack import Memory, draft_format, pack, pack_gated, packed_bytes
 from eyas.kernels._records import floats
 from eyas.kernels._rows import Rows, block_type, joined
 

@@ -1,42 +1,23 @@
-"""Linear layers: packing weights in the kernels' formats, and products with them."""
+"""Linear layers: matrices in the kernels' formats, and products with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from eyas.formats import EXACT, ThreadCount, WeightFormat
+from eyas.formats import ThreadCount
 from eyas.kernels import _records
 from eyas.kernels._build import library
-from eyas.kernels._memory import huge_pages
 from eyas.kernels._records import KINDS, address, floats
-from eyas.kernels._rows import PLAIN, Rows, block_type
 
 __all__ = [
-    "EXACT", "Matrix", "Memory", "ThreadCount", "WeightFormat", "count", "draft_format", "has_amx", "has_avx512_bf16", "has_dots",
-    "head", "lanes", "layout", "linear", "pack", "pack_gated", "packed_bytes", "panel", "rms_norm",
+    "Matrix", "ThreadCount", "count", "has_amx", "has_avx512_bf16", "has_dots", "head", "lanes", "layout", "linear", "panel",
+    "rms_norm",
 ]  # fmt: skip
-
-GROUP_SIZE = 32  # inputs of int4 that share a scale
-HALF, BFLOAT = 0, 1  # scales of a group, as in cpu/records.h
-SCALE_BYTES = ((2, 0), (2, 0), (4, 0), (1, 2), (2, 4))  # by scales: of a group, and of 256 inputs
-FIRST_ROWS, CHUNK_ROWS = 8, 1024  # of a matrix, which are tried before the others; those tried at a time
-LOSSLESS = 3e-7  # relative error of int8 weights that comes from the rounding of their scale alone
-Memory = Callable[[int], Tensor]
-LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/tiles.h); otherwise three
-
-
-def draft_format(draft_weights: str) -> WeightFormat:
-    """Return the format of draft nets: int8 or int4 weights, 16-bit activations. It affects drafts, never the
-    output text."""
-    return WeightFormat("int4" if draft_weights == "int4" else "int8", "int16")
 
 
 @dataclass(frozen=True)
@@ -53,7 +34,7 @@ class Matrix:
     inputs: int
     outputs: int  # without the padding
     limbs: int = 3  # limbs of an activation for integer dot products; its parts for bfloat16
-    scales: int = HALF  # of groups, as in cpu/records.h
+    scales: int = 0  # of groups, as in cpu/records.h
     zero: int = 0
     codes: Tensor | None = None
 
@@ -72,113 +53,6 @@ class Matrix:
         pointers = address(self.data, torch.uint8), address(self.scale_O), address(self.bias_O)
         numbers = KINDS.index(self.kind), self.limbs, self.inputs, self.padded, self.scales, self.zero
         return _records.Matrix(*pointers, *numbers, self.data.shape[1], address(self.codes, torch.uint8))
-
-
-# --- packing -------------------------------------------------------------------------------------
-
-
-def pack(
-    weight_OI: Tensor | Rows,
-    bias_O: Tensor | None = None,
-    weight_format: WeightFormat = EXACT,
-    memory: Memory = huge_pages,
-) -> Matrix:
-    """Pack a matrix in the narrowest kind that holds it without loss, or in the one that
-    `weight_format` rounds to.
-
-    Args:
-        memory: makes room for a number of bytes. Where it `is_filled`, they are there already.
-    """
-    rows = weight_OI if isinstance(weight_OI, Rows) else Rows.of(weight_OI)
-    outputs, inputs = rows.shape
-    width = panel()
-    padded = outputs + -outputs % width
-    form = _form_of(rows, weight_format)
-    data = memory(padded * form.row_bytes).view(padded // width, width * form.row_bytes)
-    bias_O = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padded - outputs)).contiguous()
-    scale_O = None
-    if form.kind in ("int8", "int8_dot"):
-        scale_O = memory(4 * padded).view(torch.float32)
-    matrix = Matrix(form.kind, data, scale_O, bias_O, inputs, outputs, form.limbs, form.scales, form.zero, form.codes)
-    address_O = F.pad(rows.address_O, (0, padded - outputs))
-    if not getattr(memory, "is_filled", False):
-        library().eyas_pack(
-            byref(matrix.record), c_int64(rows.type), c_void_p(address(address_O, torch.long)), c_void_p(data.data_ptr()),
-            c_void_p(address(scale_O)), c_int64(torch.get_num_threads()),
-        )  # fmt: skip
-    return matrix
-
-
-def packed_bytes(rows: Rows, weight_format: WeightFormat) -> int:
-    """Return the bytes of a matrix when it is packed."""
-    return (len(rows) + -len(rows) % panel()) * _form_of(rows, weight_format).row_bytes
-
-
-class Form(NamedTuple):
-    """How a matrix is stored."""
-
-    kind: str
-    row_bytes: int  # of an output
-    limbs: int = 3
-    scales: int = HALF
-    zero: int = 0
-    codes: Tensor | None = None
-
-
-def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
-    """Return the narrowest form that holds the rows without loss, or the one that the format rounds to."""
-    inputs, weights = rows.inputs, weight_format.weights
-    limbs = LIMBS.get(weight_format.activations, 3)
-    exact, block = weights == "exact", block_type(rows.type)
-    if exact and block is not None and has_dots():
-        own, shared = SCALE_BYTES[block.scales]
-        group = 16 if block.kind == "bytes16" else GROUP_SIZE
-        integers = inputs // 2 if block.kind in ("nibbles", "nibbles_min", "codes") else inputs
-        row_bytes = integers + inputs // group * own + inputs // 256 * shared
-        return Form(block.kind, row_bytes, limbs, block.scales, block.zero, block.codes)
-    if weights == "int4" and not inputs % GROUP_SIZE and has_dots():
-        return Form("nibbles", inputs // 2 + inputs // GROUP_SIZE * 2, limbs, BFLOAT, 8)
-    plain = block is None
-    if weights in ("int8", "int4") or (exact and plain and _holds(_is_int8, rows)):
-        if inputs % lanes() or not has_dots():
-            return Form("int8", inputs)
-        return Form("int8_dot", inputs, limbs, zero=int(library().eyas_int8_zero()))
-    is_bfloat16 = rows.type == PLAIN[torch.bfloat16] or (exact and plain and _holds(_is_bfloat16, rows))
-    if not inputs % 2 and (weights == "bfloat16" or (exact and is_bfloat16)):
-        rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
-        return Form("bfloat16", 2 * inputs, 1 if rounds_inputs else 3)
-    if exact and rows.type == PLAIN[torch.float16] and has_dots():
-        return Form("float16", 2 * inputs)
-    return Form("float32", 4 * inputs)
-
-
-def _holds(test: Callable[[Tensor], bool], rows: Rows) -> bool:
-    """Return whether all rows pass a test; nearly always the first ones tell that they do not."""
-    begins = [0, *range(FIRST_ROWS, len(rows), CHUNK_ROWS)]
-    return all(test(rows.take(slice(a, b)).read()) for a, b in zip(begins, [*begins[1:], len(rows)], strict=True))
-
-
-def _is_bfloat16(weight_OI: Tensor) -> bool:
-    return torch.equal(weight_OI.bfloat16().float(), weight_OI)
-
-
-def _is_int8(weight_OI: Tensor) -> bool:
-    """Return whether scaled integers are the weights, up to the rounding of their scale."""
-    scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    error_OI = ((weight_OI / scale_O1).round() * scale_O1 - weight_OI).abs()
-    return bool((error_OI <= LOSSLESS * weight_OI.abs()).all())
-
-
-def pack_gated(
-    gate_OI: Tensor | Rows, up_OI: Tensor | Rows, bias_O: tuple[Tensor, Tensor] | None = None,
-    weight_format: WeightFormat = EXACT, memory: Memory = huge_pages,
-) -> Matrix:  # fmt: skip
-    """Pack both matrices of a gated MLP as one: every panel holds `lanes()` gates, then their ups. O:
-    a multiple of 16."""
-    gate, up = (part if isinstance(part, Rows) else Rows.of(part) for part in (gate_OI, up_OI))
-    index_O = torch.arange(2 * len(gate), device="cpu").view(2, -1, lanes()).transpose(0, 1).flatten()
-    bias = None if bias_O is None else torch.cat(bias_O)[index_O]
-    return pack(gate.joined(up).take(index_O), bias, weight_format, memory)
 
 
 # --- the processor -------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ __all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
-FORMAT = 4  # version of the kept folders; a folder of another version is made again
+FORMAT = 5  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
@@ -233,6 +233,9 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
     with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
         file = GGUFReader(path)
     config = keywords["config"]
+    arch = file.get_field("general.architecture").contents()
+    if (width := file.get_field(f"{arch}.attention.key_length")) is not None and hasattr(config, "head_dim"):
+        config.head_dim = int(width.contents())  # which transformers does not take for every family
     ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
     eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
     if weights:

@@ -61,7 +61,7 @@ bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DAT
 	@echo "==> runs/bench_heads.sh"
 	@DATA="$(DATA)" FEATURES="$(FEATURES)" $(if $(STAGES),STAGES="$(STAGES)") $(if $(TOKENS),TOKENS="$(TOKENS)") sh runs/bench_heads.sh
 
-test: $(STAMP) ## the tests, of large matrices each value once (12 to 13 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
+test: $(STAMP) ## the tests, of large matrices each value once (11 to 12 minutes on two idle cores; TESTS=tests/core or ARGS="-k tree" for some of them)
 test-all: $(STAMP) ## before a release: every case of every test, and whole runs of programs (about half an hour on two idle cores)
 test-all: ALL := --all
 test test-all:

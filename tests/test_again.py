@@ -69,7 +69,7 @@ def run(folder: Path, program: str, *options: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-@pytest.mark.cover(name=4)
+@pytest.mark.cover(name=3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_fails_runs_again_alone(name: str, tmp_path: Path) -> None:
     """Bugs: a red run for a test that fails on a busy machine only; a green run for a test that fails, vanishes or is

@@ -90,7 +90,7 @@ def plain(of: PreTrainedModel) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.cover
+@pytest.mark.cover(name=10)
 @pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "own forward"])
 @pytest.mark.parametrize("what", DEFAULTS)
 @pytest.mark.parametrize("name", drafters.names())
@@ -102,6 +102,8 @@ def test_every_method_decodes_the_same(name: str, what: str, with_kernels: bool)
         assert steps_of(drafter) == expected
 
 
+@pytest.mark.cover
+@pytest.mark.slow
 @pytest.mark.parametrize("what", DEFAULTS)
 @pytest.mark.parametrize("with_kernels", ["on", "off"])
 def test_a_load_is_as_without(what: str, with_kernels: str, tmp_path: Path) -> None:

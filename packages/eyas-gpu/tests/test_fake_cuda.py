@@ -38,7 +38,7 @@ def is_tried(case: Any) -> bool:
     return (ways.index(case.method) + bool(case.temperature) + (case.precision == "fp8") + case.kernels) % 2 == 0
 
 
-@pytest.mark.cover(method=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["vanilla", "eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra"])
 def test_cycles_launch_what_the_page_says(counts: Any, method: str) -> None:
     """Bugs: a `.item()`, a mask or a number from the host inside a recorded cycle, which no graph

@@ -73,9 +73,8 @@ def continuations_of(
 
 def is_confident(continuation: Continuation) -> bool:
     """Return whether a row with this continuation needs no other draft."""
-    return (
-        continuation.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1) and len(continuation.tokens) >= CONFIDENT_TOKENS
-    )
+    is_likely = continuation.chance > CONFIDENT_TOKENS / (CONFIDENT_TOKENS + 1)
+    return is_likely and len(continuation.tokens) >= CONFIDENT_TOKENS
 
 
 def add_continuations(draft: Draft, continuations: Mapping[int, Sequence[Continuation]]) -> Draft:
@@ -94,10 +93,9 @@ def _draft_of(continuations: Mapping[int, Sequence[Continuation]], root_tokens_B
     M = max(2, padded_nodes(max(len(tokens) for _, tokens in tries.values())))
     parents_BM = torch.zeros(B, M, dtype=torch.long)
     tokens_BM = torch.zeros(B, M, dtype=torch.long)
-    acceptable_BM = torch.zeros(B, M, dtype=torch.bool)
+    acceptable_BM = (torch.arange(M) == 0).repeat(B, 1)
     log_q_BM = torch.full((B, M), -math.inf)
     parents_BM[:, 0] = -1
-    acceptable_BM[:, 0] = True
     log_q_BM[:, 0] = 0.0
     for row, (parents, tokens) in tries.items():
         below = slice(1, 1 + len(tokens))
@@ -120,36 +118,25 @@ def limit_nodes(draft: Draft, limits: Sequence[int | None]) -> Draft:
     key_BN = _keys(draft)
     key_BN[:, 0] = math.inf  # the root has rank 0
     rank_BN = key_BN.sort(dim=-1, descending=True, stable=True).indices.argsort(dim=-1)
-    numbers = [tree.nodes if limit is None else limit for limit in limits]
-    limit_B1 = torch.tensor(numbers, device=rank_BN.device)[:, None]
+    limit_B1 = torch.tensor([[tree.nodes if limit is None else limit] for limit in limits], device=rank_BN.device)
     return replace(draft, tree=replace(tree, acceptable_BN=tree.acceptable_BN & (rank_BN <= limit_B1)))
 
 
 def _keys(draft: Draft) -> Tensor:
     """Return the number by which nodes are ranked, the largest first, float64 [B, N]: of deterministic trees their value;
     of sampled ones, and where nodes have no value, their place."""
-    acceptable_BN = draft.tree.acceptable_BN
-    place_BN = _places(draft.tree)
-    by_place_BN = torch.where(acceptable_BN, place_BN, -math.inf)
-    if draft.q_BNV is not None:
-        place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' continuations
-        if draft.deterministic_B is None:
-            return place_BN
-        return torch.where(draft.deterministic_B[:, None], by_place_BN, place_BN)
-    value_BN = draft.value_BN if draft.value_BN is not None else _path_log_q(draft)
-    return by_place_BN if value_BN is None else torch.where(acceptable_BN, value_BN.double(), -math.inf)
-
-
-def _places(tree: Tree) -> Tensor:
-    """Return a number for the place of each node in the tree's shape, float64 [B, N]. It decreases from parents to
-    children and from sibling to sibling."""
+    tree = draft.tree
     same_parent_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
     elder_BN = same_parent_BNN.tril(-1).sum(-1)  # number of siblings before each node
-    return -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
-
-
-def _path_log_q(draft: Draft) -> Tensor | None:
-    """Return log q of the path to each node, float32 [B, N]; None if the draft has no q."""
-    if draft.log_q_BN is None:
-        return None
-    return torch.where(draft.tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)
+    # decreases from parents to children and from sibling to sibling
+    place_BN = -(tree.mask_BNN * (1 + elder_BN)[:, None]).sum(-1).double()
+    value_BN = draft.value_BN
+    if value_BN is None and draft.log_q_BN is not None:  # log q of the path to each node
+        value_BN = torch.where(tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)
+    if draft.q_BNV is not None or value_BN is None:
+        value_BN = place_BN
+    key_BN = torch.where(tree.acceptable_BN, value_BN.double(), -math.inf)
+    if draft.q_BNV is None:
+        return key_BN
+    place_BN[:, draft.q_BNV.shape[1] :] = -math.inf  # nodes of other rows' continuations
+    return place_BN if draft.deterministic_B is None else torch.where(draft.deterministic_B[:, None], key_BN, place_BN)

@@ -1,6 +1,4 @@
-"""One sum over the Steps of any number of requests, and the two figures that every answer has. eyas-lab has
-the others (`eyas_lab.metrics`).
-"""
+"""One sum over the Steps of any number of requests, and the two figures that every answer has; `eyas_lab.metrics` has others."""
 
 from __future__ import annotations
 

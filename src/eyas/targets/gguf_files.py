@@ -233,8 +233,8 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
     with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
         file = GGUFReader(path)
     config = keywords["config"]
-    arch = file.get_field("general.architecture").contents()
-    if (width := file.get_field(f"{arch}.attention.key_length")) is not None and hasattr(config, "head_dim"):
+    width = next((field for name, field in file.fields.items() if name.endswith(".attention.key_length")), None)
+    if width is not None and hasattr(config, "head_dim"):
         config.head_dim = int(width.contents())  # which transformers does not take for every family
     ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
     eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}

@@ -10,10 +10,11 @@ import pytest
 
 import eyas
 import processes
+import zoo
 from eyas.core.engine import Decoder, Request
 from eyas.core.rows import Row
 from eyas.errors import InputError
-from interrupts import interrupt, lines_of
+from interrupts import interrupt, lines_in, lines_of
 
 FIRST, SECOND = "I want to book a table for two.", "In San Jose, please."
 POINTS = 24
@@ -117,3 +118,22 @@ def test_a_little_of_everything() -> None:
 def test_more_of_everything(seed: int) -> None:
     """The same over more rounds. The seeds are those that were tried; python tests/state_fuzz.py tries others."""
     fuzz(seed, 20)
+
+
+@pytest.mark.slow
+def test_layers_with_state_after_ctrl_c() -> None:
+    """Bug: Ctrl-C between the replacement of a layer's forward and the `with` that would put it back. All later answers were
+    wrong. At every line that replaces one, in turn."""
+    llm = eyas.load(zoo.HYBRIDS["qwen3_next"](), tokenizer=False, kernels="off", method="prompt_lookup")
+
+    def ids() -> list[int]:
+        return list(llm.generate([7] * 20, max_new_tokens=12, ignore_eos=True).token_ids)
+
+    wanted = ids()
+    points = lines_in(ids, "_Projections.__enter", "_Projections.replace")
+    assert points
+    for point in points:
+        if interrupt(ids, point):
+            replaced = [name for name, module in llm.target.model.named_modules() if "forward" in vars(module)]
+            assert not replaced, f"after Ctrl-C at line {point}"
+    assert ids() == wanted

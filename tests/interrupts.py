@@ -22,14 +22,20 @@ def leaves_a_block(frame: FrameType) -> bool:
 
 
 @contextmanager
-def interrupted_at(line: int) -> Iterator[list[int]]:
+def interrupted_at(line: int, places: dict[tuple[str, int], list[int]] | None = None) -> Iterator[list[int]]:
     """Raise KeyboardInterrupt when so many lines of eyas have begun within this context; 0: never. Yield the number of
-    lines so far. Finalisers are left alone: Python swallows what they raise."""
+    lines so far. Finalisers are left alone: Python swallows what they raise.
+
+    Args:
+        places: is filled with the numbers at which each line of a function began.
+    """
     begun = [0]
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             begun[0] += 1
+            if places is not None:
+                places.setdefault((frame.f_code.co_qualname, frame.f_lineno), []).append(begun[0])
             if 0 < line <= begun[0] and not leaves_a_block(frame):
                 sys.settrace(None)
                 raise KeyboardInterrupt
@@ -62,3 +68,13 @@ def lines_of(do: Callable[[], object]) -> int:
     with interrupted_at(0) as begun:
         do()
     return begun[0]
+
+
+def lines_in(do: Callable[[], object], *functions: str) -> list[int]:
+    """Return the numbers, among all lines of eyas, at which lines of functions with such names begin while something is
+    done."""
+    places: dict[tuple[str, int], list[int]] = {}
+    with interrupted_at(0, places):
+        do()
+    found = [numbers for (name, _), numbers in places.items() if name.startswith(functions)]
+    return sorted(number for numbers in found for number in numbers)

@@ -10,10 +10,12 @@ import pytest
 
 import eyas
 import processes
+import zoo
 from eyas.core.engine import Decoder, Request
 from eyas.core.rows import Row
 from eyas.errors import InputError
-from interrupts import interrupt, lines_of
+from interrupts import interrupt, lines_in, lines_of
+from test_defaults import default
 
 FIRST, SECOND = "I want to book a table for two.", "In San Jose, please."
 POINTS = 24
@@ -117,3 +119,24 @@ def test_a_little_of_everything() -> None:
 def test_more_of_everything(seed: int) -> None:
     """The same over more rounds. The seeds are those that were tried; python tests/state_fuzz.py tries others."""
     fuzz(seed, 20)
+
+
+@pytest.mark.slow
+def test_layers_with_state_after_ctrl_c() -> None:
+    """Bug: Ctrl-C between the replacement of a layer's forward and the `with` that would put it back. All later answers were
+    wrong. At every line that replaces one, in turn."""
+    model = zoo.HYBRIDS["qwen3_next"]()
+    with default("bfloat16"):  # in which the fuzz found it
+        llm = eyas.load(model, tokenizer=False, kernels="off", method="suffix")
+
+        def ids() -> list[int]:
+            return list(llm.generate(list(range(3, 35)), max_new_tokens=12, ignore_eos=True).token_ids)
+
+        wanted = ids()
+        assert ids() == wanted
+        points = lines_in(ids, "_Projections.__enter", "_Projections.replace")
+        assert points
+        for point in points[len(points) // 2 :]:
+            interrupt(ids, point)
+            assert not [name for name, module in model.named_modules() if "forward" in vars(module)], point
+        assert ids() == wanted

@@ -196,12 +196,18 @@ class Target:
     @property
     def num_embeddings(self) -> int:
         """Number of rows of the embedding table."""
-        return _table_shape(self.family.embedding)[0]
+        return self._table.shape[0]
 
     @property
     def hidden_size(self) -> int:
         """Numbers of a hidden state, D."""
-        return _table_shape(self.family.embedding)[1]
+        return self._table.shape[1]
+
+    @property
+    def _table(self) -> Any:
+        """The table of embeddings, or the rows that stand for one that stays in its file."""
+        embedding: Any = self.family.embedding
+        return getattr(embedding, "stored_rows", None) or embedding.weight
 
     @property
     def context(self) -> int:
@@ -651,10 +657,3 @@ def _masks(inputs: ForwardInput) -> Tensor | dict[str, Tensor]:
     # state modules take a 2-D mask of padding; rows are never padded here
     none: dict[str, Any] = dict.fromkeys(families.STATE_KINDS) if family.has_states else {}
     return {**none, **{kind: of_kind(kind) for kind in family.mask_kinds}}
-
-
-def _table_shape(embedding: Any) -> tuple[int, int]:
-    """Return (tokens, width) of an embedding: of its weight, or of the rows that stand for one that stays in its file."""
-    table = getattr(embedding, "stored_rows", None)
-    outputs, width = (embedding.weight if table is None else table).shape
-    return outputs, width

@@ -352,7 +352,9 @@ def run_levels(
     """
     args, kwargs = arguments
     outputs = []
-    with _Projections(module, args, kwargs) if len(levels) > 1 else _Projections() as projections:
+    projections = _Projections(module, args, kwargs) if len(levels) > 1 else _Projections()
+    with ExitStack() as patches:  # closed by this frame, so that Ctrl-C at any point leaves no forward replaced
+        projections.replace_forwards(patches)
         for level in levels:
             load(level)
             level_args, level_kwargs = level.select(args, shape), level.select(kwargs, shape)
@@ -377,19 +379,13 @@ class _Projections:
         self._part: dict[Any, Tensor] = {}  # the outputs of the first layers, for the present level
         self._input: Tensor | None = None  # the module's input, at the present level
         self._last_input: Tensor | None = None  # the last layer's input, at the present level
-        self._patches = ExitStack()
 
-    def __enter__(self) -> _Projections:
-        with ExitStack() as patches:
-            for linear in self._whole:
-                patches.enter_context(replaced_forward(linear, self._first(linear, linear.forward)))
-            if self._module is not None and self._module.last is not None:
-                patches.enter_context(replaced_forward(self._module.last, self._last(self._module.last)))
-            self._patches = patches.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patches.close()
+    def replace_forwards(self, patches: ExitStack) -> None:
+        """Replace the forwards of these layers until `patches` is closed."""
+        for linear in self._whole:
+            patches.enter_context(replaced_forward(linear, self._first(linear, linear.forward)))
+        if self._module is not None and self._module.last is not None:
+            patches.enter_context(replaced_forward(self._module.last, self._last(self._module.last)))
 
     def _first(self, linear: Any, forward: Forward) -> Forward:
         return lambda value: self._part[linear] if value is self._input else forward(value)
@@ -422,13 +418,14 @@ def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
     forward of the instance (accelerate's) is put back afterwards."""
     attributes = vars(module)
     before, own, thread = attributes.get("forward"), module.forward, get_ident()
-    attributes["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
     try:
+        attributes["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
         yield
     finally:  # without a call, at which Ctrl-C could leave it
-        del attributes["forward"]
         if before is not None:
             attributes["forward"] = before
+        elif "forward" in attributes:
+            del attributes["forward"]
 
 
 def _join(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:

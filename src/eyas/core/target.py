@@ -196,12 +196,12 @@ class Target:
     @property
     def num_embeddings(self) -> int:
         """Number of rows of the embedding table."""
-        return self._table.shape[0]
+        return int(self._table.shape[0])
 
     @property
     def hidden_size(self) -> int:
         """Numbers of a hidden state, D."""
-        return self._table.shape[1]
+        return int(self._table.shape[1])
 
     @property
     def _table(self) -> Any:

@@ -21,11 +21,11 @@ RECORD, PROCESSOR = "smollm2_float32_avx512", "with AVX-512"  # the bench that t
 ROWS = {
     "transformers": "transformers `generate`",
     "vanilla": "eyas without drafts",
-    "eagle3": "eyas with its EAGLE-3 head",
+    "eagle3": "eyas with a draft head (EAGLE-3)",
 }
 TASKS = {
     "eagle/alpaca": "instructions",
-    "eagle/gsm8k": "sums",
+    "eagle/gsm8k": "arithmetic",
     "eagle/humaneval": "code",
     "eagle/mt_bench": "chats",
     "eagle/qa": "questions",
@@ -48,13 +48,13 @@ def front_table(name: str) -> str:
     low, high = head["speedup_low"], head["speedup_high"]
     return "\n".join(
         [
-            f"SmolLM2-135M in {record(name)['machine']['dtype']}, the same weights in every row, {machine_of(name)},",
-            f"greedy, one request at a time ([record](docs/results/{name}.json)):",
+            f"SmolLM2-135M from a 4-bit file, unpacked to {record(name)['machine']['dtype']}, the same weights in every row, greedy, one",
+            f"request at a time, {machine_of(name)} ([record](docs/results/{name}.json)):",
             "",
             table(["", "tokens/s", "over `generate`"], lines, numbers=2),
             "",
             "The texts of all three rows are equal.",
-            f"Drafts alone give {head['speedup']:.2f}x ({low:.2f} to {high:.2f}), by task:",
+            f"Drafts alone give {head['speedup']:.2f}x ({low:.2f} to {high:.2f}) on 18 prompts, three of each task. By task:",
             f"{by_task(name)}.",
         ]
     )

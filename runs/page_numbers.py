@@ -55,7 +55,7 @@ def rounded() -> Iterator[str]:
     """Yield the statement about rounded weights on the page of models and machines."""
     yield from quality()
     gains = [head_of(f"smollm2_{w}_avx512", t)["speedup"] for t in (0, 1) for w in ("int8", "int4")]
-    yield "{:.1f} times in int8, {:.1f} in int4; when sampling at temperature 1 {:.1f} and {:.1f}".format(*gains)
+    yield "{:.1f} times in int8, {:.1f} in int4; when sampling at temperature 1: {:.1f} and {:.1f}".format(*gains)
 
 
 def bench() -> Iterator[str]:

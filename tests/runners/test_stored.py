@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +24,19 @@ from eyas.runners import _packing, plug_target
 from eyas.runners.cpu import FAMILIES
 from eyas.runners.stored import StoredLinear, stored_in
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
+from hub import local_hub
 from quantised_models import SIZES, write_gguf
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 PROMPT = [1, 2, 3, 50, 9]
+BY_NAME = """
+import eyas
+from eyas.runners import plug_target
+plug_target.LARGE = 0
+llm = eyas.load("some/model", "vanilla", tokenizer=False)
+print(type(llm.target.family.head).__name__)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +134,19 @@ def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     with pytest.raises(FitError, match=r"GB are free$"):
         load(place, weights="auto")
+
+
+def test_a_hub_id_is_fetched_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards large checkpoints by their names: shards are fetched by the index, and packed from the hub's cache."""
+    place = folder(tmp_path)
+    (place / "consolidated.safetensors").write_bytes(b"a second copy of all weights")
+    with local_hub({"some/model": place}) as (address, asked):
+        environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hub")}
+        done = subprocess.run(
+            [sys.executable, "-c", BY_NAME], env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+    assert done.stdout.strip().endswith("StoredLinear"), done.stderr[-800:]
+    assert not any("consolidated" in path for path in asked if "resolve" in path)
 
 
 def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.hub import cached_file
 
 from eyas import kernels
 from eyas.core.sockets import KnownHead, KnownTarget, Source
@@ -18,7 +20,7 @@ from eyas.core.target import Target
 from eyas.runners.cpu import FAMILIES
 from eyas.runners.stored import Checkpoint, Entry, MappedFile, few_outputs, open_safetensors, settings_of
 from eyas.targets.gguf_files import TENSORS, as_folder, split_gguf
-from eyas.targets.pretrained import has_tokenizer
+from eyas.targets.pretrained import has_tokenizer, is_missing_path
 
 __all__ = ["find_target", "heads_for"]
 
@@ -39,15 +41,29 @@ def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = 
         if not (Path(source) / file).is_file():
             return None
         return KnownTarget(partial(_open_gguf, Path(source), file, cache), takes_file=True)
-    folder = Path(source)
-    config = folder / "config.json"
-    if not config.is_file() or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < LARGE:
-        return None
-    about = json.loads(config.read_text(encoding="utf-8"))
-    if about.get("model_type") not in FAMILIES or "quantization_config" in about:
+    folder = _folder_of(source)
+    if folder is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < LARGE:
         return None
     checkpoint = open_safetensors(folder)
-    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, folder))
+    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, str(source)))
+
+
+def _folder_of(source: str | Path) -> Path | None:
+    """Return the folder of a checkpoint of a family that the kernels know. A hub id is fetched. None: it is another source,
+    or lacks a file, and the later load names the fault."""
+    if is_missing_path(source):
+        return None
+    fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
+    with suppress(OSError, ValueError, AttributeError):
+        about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
+        if about.get("model_type") not in FAMILIES or "quantization_config" in about:
+            return None
+        fetch("generation_config.json")
+        index, names = fetch("model.safetensors.index.json"), {"model.safetensors"}
+        if index is not None:
+            names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        return Path([fetch(name) for name in sorted(names)][0]).parent
+    return None
 
 
 def heads_for(target: Target) -> list[KnownHead]:
@@ -56,10 +72,10 @@ def heads_for(target: Target) -> list[KnownHead]:
 
 
 @contextmanager
-def _open_folder(checkpoint: Checkpoint, folder: Path, tokenizer: Any) -> Iterator[Source]:
+def _open_folder(checkpoint: Checkpoint, name: str, tokenizer: Any) -> Iterator[Source]:
     model = checkpoint.model()
     with few_outputs(model):
-        yield Source(model, str(folder), folder if tokenizer is None else tokenizer)
+        yield Source(model, name, name if tokenizer is None else tokenizer)
 
 
 @contextmanager

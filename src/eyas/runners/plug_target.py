@@ -54,7 +54,7 @@ def _folder_of(source: str | Path) -> Path | None:
     if is_missing_path(source):
         return None
     fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # whatever is broken or absent
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         if about.get("model_type") not in FAMILIES or "quantization_config" in about:
             return None
@@ -62,7 +62,8 @@ def _folder_of(source: str | Path) -> Path | None:
         index, names = fetch("model.safetensors.index.json"), {"model.safetensors"}
         if index is not None:
             names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-        return Path([fetch(name) for name in sorted(names)][0]).parent
+        paths = [fetch(name) for name in sorted(names)]
+        return Path(paths[0]).parent
     return None
 
 

@@ -134,7 +134,7 @@ def test_layers_with_state_after_ctrl_c() -> None:
 
         wanted = ids()
         assert ids() == wanted
-        points = lines_in(ids, "_Projections.__enter", "_Projections.replace")
+        points = lines_in(ids, "_Projections.replace", "replace_forward")
         assert points
         for point in points[len(points) // 2 :]:
             interrupt(ids, point)

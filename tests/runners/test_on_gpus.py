@@ -13,7 +13,7 @@ from eyas import elsewhere, kernels, runners
 from eyas.core.target import Target
 from eyas.errors import OptionError
 
-INSTALL = "eyas-gpu has CUDA graphs and kernels: pip install 'eyas[gpu]'"
+INSTALL = "eyas-gpu has CUDA graphs and kernels: pip install ./packages/eyas-gpu"
 
 
 @pytest.fixture(autouse=True)
@@ -49,5 +49,7 @@ def test_no_sum_has_one_order_on_a_gpu() -> None:
 def test_fp8_needs_eyas_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the line that says what to install."""
     monkeypatch.setattr(runners, "_multiplies_fp8", lambda device: True)
-    with pytest.raises(OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install 'eyas\[gpu\]'"):
+    with pytest.raises(
+        OptionError, match=r"draft weights fp8 needs the package eyas-gpu: pip install ./packages/eyas-gpu"
+    ):
         runners.with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "off", draft_weights="fp8")

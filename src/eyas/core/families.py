@@ -256,7 +256,8 @@ def _refuse_positions(config: Any, base: nn.Module, layers: nn.ModuleList) -> No
     reads_both_ways = getattr(config, "is_decoder", True) is False and "is_decoder" in _names(base, every_method=True)
     reads_both_ways |= getattr(config, "use_bidirectional_attention", None) in (True, "all")
     reads_both_ways |= getattr(config, "is_causal", True) is False  # what transformers' masks are made by
-    reads_both_ways |= any(getattr(module, "is_causal", True) is False for module in layers.modules())
+    causal = (getattr(one, "is_causal", True) or getattr(one, "is_cross_attention", False) for one in layers.modules())
+    reads_both_ways |= not all(causal)
     if reads_both_ways:
         raise _refusal(
             config, "its attention is bidirectional as it is configured, so it is not a causal language model"

@@ -313,8 +313,9 @@ class Target:
 
         with self.turn, ExitStack() as hooks:
             self._use_adapter()
-            modules = (self.model, self.family.base, *self.family.layers)
-            if feature_layers and any(m._compiled_call_impl is not None or "forward" in vars(m) for m in modules):
+            whole = (self.model, self.family.base)
+            compiled = any(module._compiled_call_impl is not None for module in (*whole, *self.family.layers))
+            if feature_layers and (compiled or any("forward" in vars(module) for module in whole)):
                 # torch.compile does not notice hooks that come after it
                 hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for k in feature_layers:

@@ -53,7 +53,7 @@ def _folder_of(source: str | Path) -> Path | None:
     or lacks a file, and the later load names the fault."""
     if is_missing_path(source):
         return None
-    fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
+    fetch: Any = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
     with suppress(OSError, ValueError, AttributeError, TypeError):  # whatever is broken or absent
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         if about.get("model_type") not in FAMILIES or "quantization_config" in about:

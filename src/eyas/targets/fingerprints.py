@@ -120,7 +120,7 @@ def fingerprint_of(model: Any) -> str:
     weights: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
     modules = ((name, getattr(module, "stored_rows", None)) for name, module in model.named_modules())
     stored = {f"{name}.weight": rows for name, rows in modules if rows is not None}  # weights that stay in their files
-    if getattr(model.config, "tie_word_embeddings", False):
+    if stored and model.config.tie_word_embeddings:
         stored.pop("lm_head.weight", None)
     shapes = sorted((name, tuple(weight.shape)) for name, weight in (weights | stored).items())
     samples = []

@@ -47,7 +47,7 @@ from eyas.targets.state_modules import (
     StateModule,
     States,
     load_states,
-    replaced_forward,
+    replace_forward,
     run_levels,
     stored_states,
     tree_levels,
@@ -183,7 +183,7 @@ class RowStates(TargetState):
                 forward = self._level_by_level(
                     number, module.module.forward, here, None if all_rows else row_here_R, (R, Q), T - Q
                 )
-                stack.enter_context(replaced_forward(module.module, forward))
+                replace_forward(module.module, forward, stack)
             yield
 
     def _level_by_level(

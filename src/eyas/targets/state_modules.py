@@ -40,7 +40,7 @@ __all__ = [
     "States",
     "load_states",
     "on_tokens",
-    "replaced_forward",
+    "replace_forward",
     "run_levels",
     "stored_states",
     "tree_levels",
@@ -383,9 +383,9 @@ class _Projections:
     def replace_forwards(self, patches: ExitStack) -> None:
         """Replace the forwards of these layers until `patches` is closed."""
         for linear in self._whole:
-            patches.enter_context(replaced_forward(linear, self._first(linear, linear.forward)))
+            replace_forward(linear, self._first(linear, linear.forward), patches)
         if self._module is not None and self._module.last is not None:
-            patches.enter_context(replaced_forward(self._module.last, self._last(self._module.last)))
+            replace_forward(self._module.last, self._last(self._module.last), patches)
 
     def _first(self, linear: Any, forward: Forward) -> Forward:
         return lambda value: self._part[linear] if value is self._input else forward(value)
@@ -412,20 +412,14 @@ class _Projections:
         return joined if self._module is None or self._module.last is None else self._module.last(joined)
 
 
-@contextmanager
-def replaced_forward(module: Any, forward: Forward) -> Iterator[None]:
-    """Let the calling thread's calls of the module run `forward` within this context. Its class is not changed, and a
-    forward of the instance (accelerate's) is put back afterwards."""
+def replace_forward(module: Any, forward: Forward, patches: ExitStack) -> None:
+    """Let the calling thread's calls of the module run `forward` until `patches` is closed. Its class is not changed, and a
+    forward of the instance (accelerate's) is put back afterwards. Ctrl-C at any point before that leaves nothing."""
     attributes = vars(module)
     before, own, thread = attributes.get("forward"), module.forward, get_ident()
-    try:
-        attributes["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
-        yield
-    finally:  # without a call, at which Ctrl-C could leave it
-        if before is not None:
-            attributes["forward"] = before
-        elif "forward" in attributes:
-            del attributes["forward"]
+    put_back = (attributes.pop, "forward", None) if before is None else (attributes.__setitem__, "forward", before)
+    patches.callback(*put_back)  # before it is replaced, and without code of Python's, in which Ctrl-C could end it
+    attributes["forward"] = lambda *args, **kwargs: (forward if get_ident() == thread else own)(*args, **kwargs)
 
 
 def _join(outputs: Sequence[Any], levels: Sequence[Level], shape: tuple[int, int]) -> Any:

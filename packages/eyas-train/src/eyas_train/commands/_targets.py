@@ -21,7 +21,7 @@ def check_exact(model: TargetOptions) -> None:
     """Refuse a rounded target and kernels where features are read."""
     for name, fitting in {"kernels": ("auto", "off"), "weights": ("exact",), "activations": ("exact",)}.items():
         if (given := getattr(model, name)) not in fitting:
-            raise OptionError(f"--{name} {given}: features are read by the exact model's own forward: leave it out")
+            raise OptionError(f"--{name} {given}: features are read by the model's own forward, as it is: leave it out")
 
 
 def load_target(model: TargetOptions, device: str | None = None) -> LLM:

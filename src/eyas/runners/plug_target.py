@@ -44,8 +44,10 @@ def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = 
     folder = _folder_of(source)
     if folder is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < LARGE:
         return None
-    checkpoint = open_safetensors(folder)
-    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, str(source)))
+    with suppress(Exception):  # as below
+        if (checkpoint := open_safetensors(folder)) is not None:
+            return KnownTarget(partial(_open_folder, checkpoint, str(source)))
+    return None
 
 
 def _folder_of(source: str | Path) -> Path | None:
@@ -54,7 +56,7 @@ def _folder_of(source: str | Path) -> Path | None:
     if is_missing_path(source):
         return None
     fetch: Any = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # whatever is broken or absent
+    with suppress(Exception):  # a broken file raises errors of many kinds; whoever loads it then says which
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         if about.get("model_type") not in FAMILIES or "quantization_config" in about:
             return None

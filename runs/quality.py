@@ -1,4 +1,4 @@
-"""What rounding costs a model: perplexity, and the share of tokens that stay the most probable ones, on plain text.
+"""Measure the loss by rounded weights on plain text: perplexity, and how often the most probable token stays the same.
 
 python runs/quality.py --output docs/results/quality_smollm2.json          SmolLM2-135M on the pages of docs/guide
 python runs/quality.py --target MODEL --texts mine/*.txt --output FILE     another model, other texts

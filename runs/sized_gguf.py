@@ -2,8 +2,8 @@
 
     python runs/sized_gguf.py --shape llama-1b --type q4_0 --tokenizer SmolLM2-135M-Instruct.Q4_1.gguf --output FILE.gguf
 
-The text of such a model is noise; its bytes, its shapes and the seconds of a pass are those of the real one. Blocks hold
-random integers and scales that give weights of a standard deviation of about 0.02. q4_k_m mixes types as llama.cpp does:
+Such a model writes noise. It has the size and the shapes of the real model, and a pass takes as long. Blocks hold random
+integers. Their scales give weights a standard deviation of about 0.02. q4_k_m mixes types as llama.cpp does:
 Q6_K for the output and for values and downward matrices of half of the layers, Q4_K for the others.
 """
 

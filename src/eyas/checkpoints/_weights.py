@@ -104,8 +104,8 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
         revision: a branch, tag or commit on the hub.
 
     Raises:
-        CheckpointError: there is no such head, or a file is missing, corrupt, truncated or altered. Or a tensor
-            holds NaN or infinite values, or names, shapes or settings do not fit the format.
+        CheckpointError: no head is there. A file is missing, corrupt, truncated or altered. A tensor has values that
+            are not finite. Names, shapes or settings do not fit the format.
         InputError: a revision is given for a folder.
     """
     folder, source = find(path_or_hub_id, revision)

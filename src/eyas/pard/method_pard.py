@@ -6,7 +6,7 @@ the tree in one pass.
 A mask stands for a token not known yet, so all nodes of a level have the same q, as with DFlash and P-EAGLE.
 The tree is EAGLE-2's and deterministic; it grows from these distributions without a further pass. The model
 reads the text alone, so one serves every target of its family, fine-tunes too. A model of PARD-2 (arXiv
-2605.08632) may read the features of its own target besides: see `FeatureInput`.
+2605.08632) may also read features of the target that it was trained for: see `FeatureInput`.
 
     slots      0 ... P-1: the tokens of the last cycle, padded; P, P+1, ...: the masks, which see no padding
     commit     the unread tokens of each row stay in the cache; the masks' slots are free again

@@ -31,7 +31,7 @@ def write_custom_generate(folder: str | Path) -> Path:
     """Write `custom_generate/` with its two files into the folder of a draft head; returns it."""
     head = Path(folder).expanduser()
     if not (head / "config.json").is_file():
-        raise InputError(f"{head} holds no draft head: there is no config.json")
+        raise InputError(f"{head} is not a draft head: it has no config.json")
     inner = head / "custom_generate"
     inner.mkdir(exist_ok=True)
     write_text(inner / "generate.py", GENERATE)

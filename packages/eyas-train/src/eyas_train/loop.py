@@ -99,8 +99,8 @@ def train(
 
     Raises:
         OptionError: the method cannot be trained, or the folder holds a run with other options.
-        InputError: there are no examples, or the state is damaged. Or a folder or disk cannot be written, or
-            another process trains in it.
+        InputError: the data have no examples, the state is damaged, the disk cannot be written, or another process
+            trains in the folder.
         FitError: the accelerator's memory is too small for a batch.
         EyasError: the loss became NaN or infinite, or another process has ended; the last good
             state stays.

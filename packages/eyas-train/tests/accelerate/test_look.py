@@ -98,8 +98,8 @@ class Machine:
 @pytest.mark.long
 @pytest.mark.parametrize("rate", [1.0, 10.0, 100.0, 1000.0])
 def test_the_whole_look_takes_a_minute(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: beside other work, the costs of trees alone took minutes, as nothing limited them. Seconds are those of a
-    machine that reads so many tokens in a second, so the test counts tokens and no real time. The verdict from sizes
+    """Bug: on a busy machine, measuring the costs of trees took minutes, because it had no limit. The machine of this test
+    reads `rate` tokens a second. The test counts tokens and reads no clock. The verdict from sizes
     comes before the first pass, and a fast machine measures everything."""
     llm, machine = eyas.load(method="vanilla", kernels="off"), Machine(rate)
     parameters = sum(p.numel() for p in llm.target.family.layers.parameters())

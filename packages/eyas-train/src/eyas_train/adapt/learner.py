@@ -60,7 +60,7 @@ class Settings:
         lr: the learning rate of AdamW, before the guard halves it.
         batch_tokens: about how many tokens a step reads.
         steps: steps after which the new weights draft. max_tokens, max_mib, max_uses: see `Texts`.
-        first_seconds: assumed cost of the first step, for which there is no measurement.
+        first_seconds: assumed seconds of the first step. Later steps are timed.
     """
 
     share: float = 0.03

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -49,6 +50,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(tmp_path: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    """Write a random model in several files; return where."""
     model: PreTrainedModel = zoo.tiny(family, **SIZES, **options).to(dtype)
     model.save_pretrained(tmp_path / family, max_shard_size="100KB")
     return tmp_path / family
@@ -100,13 +102,77 @@ def test_packed_weights_are_kept_and_used_again(weights: str, tmp_path: Path, mo
     checkpoint and another format have files of their own."""
     place = folder(tmp_path, dtype=torch.float32)
     first = load(place, weights=weights)
-    packed = [Path(path) for path in (tmp_path / "cache" / "eyas" / "packed").glob("*.bin")]
+    packed = packed_files(tmp_path)
     monkeypatch.setattr(kernels.library(), "eyas_pack", lambda *_: pytest.fail("it is packed again"))
     for shared in ("0", "1"):
         monkeypatch.setenv("EYAS_SHARE_WEIGHTS", shared)
         again = load(place, weights=weights)
         assert torch.equal(scores(again, PROMPT), scores(first, PROMPT))
-    assert sorted((tmp_path / "cache" / "eyas" / "packed").iterdir()) == sorted(packed)
+    assert packed_files(tmp_path) == packed
+    assert len(packed) == 1
+
+
+def packed_files(tmp_path: Path) -> list[Path]:
+    """What the folder of packed weights holds, locks left out."""
+    return [path for path in (tmp_path / "cache" / "eyas" / "packed").glob("*") if path.suffix != ".lock"]
+
+
+def test_two_files_that_look_alike_are_two_models(tmp_path: Path) -> None:
+    """Bug: packed weights were found by the name, size and time of a file, which two fine-tunes in images or archives
+    share, so the second one answered with the first one's weights."""
+    first, second = folder(tmp_path / "a", seed=0), folder(tmp_path / "b", seed=1)
+    for place in (first, second):
+        for file in place.glob("*.safetensors"):
+            os.utime(file, ns=(0, 0))
+    apart = [scores(load(place), PROMPT) for place in (first, second)]
+    assert torch.equal(scores(load(second), PROMPT), apart[1])
+    assert not torch.allclose(*apart)
+    assert len(packed_files(tmp_path)) == 2, "and the few layers of the comparison are not kept"
+
+
+def test_a_file_that_is_written_to_is_noticed(tmp_path: Path) -> None:
+    """Bug: embeddings are read from the file at each pass, so a text went on with another model's."""
+    place = folder(tmp_path)
+    llm = load(place)
+    file = next(iter(sorted(place.glob("*.safetensors"))))
+    same = file.read_bytes()
+    file.unlink()
+    file.write_bytes(same)  # another file by that name: the mapped one is as it was
+    assert llm.generate(PROMPT, max_new_tokens=2, ignore_eos=True).token_ids
+    llm = load(place)
+    with open(file, "r+b") as stream:
+        stream.seek(len(same) - 64)
+        stream.write(bytes(64))
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ModelError, match="weights"):
+        llm.generate(PROMPT, max_new_tokens=2)
+
+
+def test_a_full_disk_and_a_killed_process_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a write to a mapped page of a full disk ends the process; a process that dies while it packs leaves gigabytes."""
+    place = folder(tmp_path)
+    wanted = scores(load(place), PROMPT)
+    (packed,) = packed_files(tmp_path)
+    packed.unlink()
+    packed.with_name(f".{packed.name}.1.tmp").write_bytes(b"of a process that was killed")
+    rooms = iter([None] * 3)
+
+    def reserve(number: int, begin: int, size: int) -> None:
+        if next(rooms, "full") == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", reserve)
+        assert torch.equal(scores(load(place), PROMPT), wanted)
+        assert packed_files(tmp_path) == []
+    monkeypatch.setattr(kernels.library(), "eyas_pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(place)
+    assert packed_files(tmp_path) == []
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_little_is_read_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,8 @@ def load(
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    on_cpu = spread is None and adapter is None and dtype in ("auto", "float32") and pick_device(device) == "cpu"
-    stored = on_cpu and on_or_off(kernels) != "off"
+    plain = spread is None and adapter is None and dtype in ("auto", "float32") and not trust_remote_code
+    stored = plain and pick_device(device) == "cpu" and on_or_off(kernels) != "off"
     found = (plug.find_target(target, gguf_file, cache, stored) for plug in TARGET.plugs)
     known = next((one for one in found if one is not None), None)  # None: a folder, a hub id or a loaded model
     if known is not None and known.best is not None and draft in (None, AUTO):

@@ -15,7 +15,7 @@ from eyas.kernels._build import library
 from eyas.kernels._records import KINDS, address, floats
 
 __all__ = [
-    "Matrix", "ThreadCount", "count", "has_amx", "has_avx512_bf16", "has_dots", "head", "lanes", "layout", "linear", "panel",
+    "Matrix", "ThreadCount", "count", "has_amx", "has_avx512_bf16", "has_dots", "head", "lanes", "linear", "panel",
     "rms_norm",
 ]  # fmt: skip
 
@@ -66,11 +66,6 @@ def lanes() -> int:
 def panel() -> int:
     """Return the number of outputs of a panel of weights."""
     return 2 * lanes()
-
-
-def layout() -> tuple[int, int, int]:
-    """Return the numbers that decide the layout of panels."""
-    return lanes(), _dot_inputs(), int(library().eyas_int8_zero())
 
 
 def has_dots() -> bool:

@@ -15,12 +15,11 @@ from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, has_avx512_bf16, has_dots, lanes, panel
 from eyas.kernels._memory import huge_pages
 from eyas.kernels._records import address
-from eyas.kernels._rows import PLAIN, Rows, block_type
+from eyas.kernels._rows import PLAIN, Rows, block_type, joined
 
 __all__ = ["Memory", "draft_format", "pack", "pack_gated", "packed_bytes"]
 
 GROUP_SIZE = 32  # inputs of int4 that share a scale
-SCALE_BYTES = ((2, 0), (2, 0), (4, 0), (1, 2), (2, 4))  # by Scales of cpu/records.h: of a group, and of 256 inputs
 LOSSLESS = 3e-7  # relative error of int8 weights that comes from the rounding of their scale alone
 LIMBS = {"int16": 2, "int8": 1}  # 8-bit limbs of quantised activations (cpu/tiles.h); otherwise three
 Memory = Callable[[int], Tensor]
@@ -81,15 +80,12 @@ class Form(NamedTuple):
 
 
 def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
-    """Return the narrowest form that holds the rows without loss, or the one that the format rounds to."""
+    """Return the form of a matrix: the format's own, or for exact weights the narrowest form without loss."""
     inputs, weights = rows.inputs, weight_format.weights
     limbs = LIMBS.get(weight_format.activations, 3)
     exact, block = weights == "exact", block_type(rows.type)
     if exact and block is not None and has_dots():
-        own, shared = SCALE_BYTES[block.scales]
-        group = 16 if block.kind == "bytes16" else GROUP_SIZE
-        integers = inputs // 2 if block.kind in ("nibbles", "nibbles_min", "codes") else inputs
-        row_bytes = integers + inputs // group * own + inputs // 256 * shared
+        row_bytes = inputs // block.size * block.packed_bytes
         return Form(block.kind, row_bytes, limbs, block.scales, block.zero, block.codes)
     if weights == "int4" and not inputs % GROUP_SIZE and has_dots():
         return Form("nibbles", inputs // 2 + inputs // GROUP_SIZE * 2, limbs, scales=1, zero=8)
@@ -97,7 +93,7 @@ def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
     if weights in ("int8", "int4") or (exact and plain and _holds(_is_int8, rows)):
         if inputs % lanes() or not has_dots():
             return Form("int8", inputs)
-        return Form("int8_dot", inputs, limbs, zero=int(library().eyas_int8_zero()))
+        return Form("int8_dot", inputs, limbs, zero=library().eyas_int8_zero())
     is_bfloat16 = rows.type == PLAIN[torch.bfloat16] or (exact and plain and _holds(_is_bfloat16, rows))
     if not inputs % 2 and (weights == "bfloat16" or (exact and is_bfloat16)):
         rounds_inputs = weight_format.activations == "bfloat16" and not inputs % lanes() and has_avx512_bf16()
@@ -109,8 +105,8 @@ def _form_of(rows: Rows, weight_format: WeightFormat) -> Form:
 
 def _holds(test: Callable[[Tensor], bool], rows: Rows) -> bool:
     """Return whether all rows pass a test; nearly always the first ones tell that they do not."""
-    begins = [0, *range(8, len(rows), 1024)]
-    return all(test(rows.take(slice(a, b)).read()) for a, b in zip(begins, [*begins[1:], len(rows)], strict=True))
+    first, rest = rows.take(slice(8)), (rows.take(slice(n, n + 1024)) for n in range(8, len(rows), 1024))
+    return test(first.read()) and all(test(part.read()) for part in rest)
 
 
 def _is_bfloat16(weight_OI: Tensor) -> bool:
@@ -133,4 +129,6 @@ def pack_gated(
     gate, up = (part if isinstance(part, Rows) else Rows.of(part) for part in (gate_OI, up_OI))
     index_O = torch.arange(2 * len(gate), device="cpu").view(2, -1, lanes()).transpose(0, 1).flatten()
     bias = None if bias_O is None else torch.cat(bias_O)[index_O]
-    return pack(gate.joined(up).take(index_O), bias, weight_format, memory)
+    both = joined((gate, up))
+    assert both is not None, "rows of one matrix have one type"
+    return pack(both.take(index_O), bias, weight_format, memory)

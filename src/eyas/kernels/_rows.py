@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.kernels._build import library
 from eyas.kernels._records import KINDS, address, floats
 
-__all__ = ["BlockType", "Rows", "block_type", "joined"]
+__all__ = ["Rows", "block_type", "joined"]
 
 PLAIN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # types of rows by their numbers in GGUF files
 WIDTH = {0: 4, 1: 2, 30: 2}  # bytes of a plain number
@@ -29,7 +29,8 @@ class BlockType:
     """A type of quantised weights in GGUF files, and how the kernels store it (cpu/pack.h)."""
 
     size: int  # weights of a block
-    bytes: int
+    bytes: int  # of a block in the file
+    packed_bytes: int
     kind: str
     scales: int  # as in cpu/records.h
     zero: int
@@ -43,13 +44,13 @@ def block_type(number: int) -> BlockType | None:
 
 @cache
 def _block_type(kernels: CDLL, number: int) -> BlockType | None:
-    found, codes = tuple(c_int64() for _ in range(5)), (c_uint8 * 16)()
+    found, codes = tuple(c_int64() for _ in range(6)), (c_uint8 * 16)()
     known = kernels.eyas_block_type(c_int64(number), *map(byref, found), codes)
     if not known:
         return None
-    size, size_bytes, kind, scales, zero = (one.value for one in found)
+    size, size_bytes, packed, kind, scales, zero = (one.value for one in found)
     table = torch.tensor(list(codes), dtype=torch.uint8, device="cpu") if known == 2 else None
-    return BlockType(size, size_bytes, KINDS[kind], scales, zero, table)
+    return BlockType(size, size_bytes, packed, KINDS[kind], scales, zero, table)
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,12 @@ class Rows:
         """Return some of the rows, in another order or repeated."""
         return Rows(self.type, self.address_O[index_O].contiguous(), self.inputs, self.owner)
 
-    def joined(self, *others: Rows) -> Rows:
-        """Return these rows, then the rows of others, which have the same type."""
-        assert all(other.type == self.type for other in others), "rows of one matrix have one type"
-        parts = (self, *others)
-        return Rows(
-            self.type, torch.cat([part.address_O for part in parts]), self.inputs, [part.owner for part in parts]
-        )
-
-    def read(self, threads: int = 0) -> Tensor:
+    def read(self) -> Tensor:
         """Return the weights [O, I] in float32."""
         weight_OI = floats(*self.shape)
         library().eyas_read_rows(
             c_int64(self.type), c_void_p(address(self.address_O, torch.long)), *map(c_int64, self.shape),
-            c_void_p(address(weight_OI)), c_int64(threads or torch.get_num_threads()),
+            c_void_p(address(weight_OI)), c_int64(torch.get_num_threads()),
         )  # fmt: skip
         return weight_OI
 
@@ -121,4 +114,7 @@ class Rows:
 
 def joined(parts: Sequence[Rows]) -> Rows | None:
     """Return the rows of all parts; None where they have several types."""
-    return parts[0].joined(*parts[1:]) if len({part.type for part in parts}) == 1 else None
+    if len({part.type for part in parts}) > 1:
+        return None
+    addresses = torch.cat([part.address_O for part in parts])
+    return Rows(parts[0].type, addresses, parts[0].inputs, [part.owner for part in parts])

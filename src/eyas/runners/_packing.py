@@ -1,7 +1,7 @@
 """Packs a target's matrices for the CPU kernels, into memory or into a file that is mapped at the next load.
 
-    ~/.cache/eyas/packed/KEY.bin    matrices one after the other, each at a page of its own; KEY hashes the checkpoint's
-                                    files, the format of weights and the layout of panels on this machine
+    ~/.cache/eyas/packed/KEY.bin    matrices one after the other, each at a page of its own. KEY hashes the checkpoint's
+                                    files, its configuration, the format of weights and the compiled kernels
 
 EYAS_SHARE_WEIGHTS=1 maps the file, and processes share its pages. Otherwise it is read into memory of its own, in huge
 pages, which made decoding 12 % faster, unless that takes more than half of the free memory. Files that were used least
@@ -14,8 +14,8 @@ import hashlib
 import logging
 import mmap
 import os
-import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,17 @@ from torch import Tensor
 
 from eyas import kernels
 from eyas.core.target import Target
-from eyas.errors import FitError, OptionError
-from eyas.files import user_cache
+from eyas.errors import FitError
+from eyas.files import sync_folder, user_cache
 from eyas.kernels import Matrix, Memory, Rows, WeightFormat
 from eyas.runners.stored import Checkpoint, StoredLinear, stored_in
+from eyas.targets.kept import limit_bytes, remove_unused
 
 __all__ = ["Packing", "check_fit", "packing_of", "weights_that_fit"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
-FORMAT = 1  # of packed files
 PAGE = 4096  # bytes; a matrix begins at a multiple
-DEFAULT_LIMIT_GB = 40.0
 COPIED_SHARE = 0.5  # of the free memory, up to which weights are copied
 RESERVE = 1 << 30  # bytes that a process takes besides weights, keys and values
 TOKENS = 4096  # whose keys and values are counted with the weights
@@ -45,22 +44,23 @@ SMALLER = ("exact", "int8", "int4")  # formats of weights, in the order in which
 
 
 class PackedFile:
-    """Memory for matrices in a file, which is written once and mapped from then on."""
+    """Memory for matrices in a file, which one process writes and all read from then on."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._end = path, 0
-        self.is_filled = path.is_file()
+        self.path, self.is_filled = path, path.is_file()
+        self._end, self._number = 0, -1
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         if self.is_filled:
             os.utime(path)
             self._bytes = self._read()
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._number, self._temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".tmp", dir=path.parent)
+        else:
+            self._number = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def _read(self) -> Tensor:
         """Return the file's bytes: mapped, where copies would take much of the memory or processes are to share them; else
         in huge pages, from which a pass reads them faster."""
-        size, asked = self.path.stat().st_size, os.environ.get("EYAS_SHARE_WEIGHTS") == "1"
+        size = self.path.stat().st_size
+        asked = os.environ.get("EYAS_SHARE_WEIGHTS") == "1"
         with open(self.path, "rb") as stream:
             if asked or size > COPIED_SHARE * psutil.virtual_memory().available:
                 mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE)  # writable, as tensors want it
@@ -70,20 +70,35 @@ class PackedFile:
             return memory
 
     def __call__(self, size: int) -> Tensor:
-        """Return memory for the next matrix."""
+        """Return memory for the next matrix: in the file, as long as the disk has room."""
         begin, self._end = self._end, self._end + size + -size % PAGE
         if self.is_filled:
             return self._bytes[begin : begin + size]
-        os.ftruncate(self._number, self._end)
-        part = mmap.mmap(self._number, size, offset=begin)
-        return torch.from_numpy(np.frombuffer(part, np.uint8))
+        try:
+            if self._number < 0:
+                return kernels.huge_pages(size)
+            if hasattr(os, "posix_fallocate"):  # a write to a mapped page of a full disk would end the process
+                os.posix_fallocate(self._number, begin, self._end - begin)
+            os.ftruncate(self._number, self._end)
+            return torch.from_numpy(np.frombuffer(mmap.mmap(self._number, size, offset=begin), np.uint8))
+        except OSError as error:
+            log.warning("packed weights are not kept: %s", error)
+            self.close()
+            return kernels.huge_pages(size)
 
-    def end(self) -> None:
+    def keep(self) -> None:
         """Give the file its name, when all matrices are written."""
-        if not self.is_filled:
+        if self._number >= 0:
             os.fsync(self._number)
-            os.close(self._number)
             os.replace(self._temporary, self.path)
+            sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        """Remove a file that was not kept."""
+        if self._number >= 0:
+            os.close(self._number)
+            self._number = -1
+        self._temporary.unlink(missing_ok=True)
 
 
 class Packing:
@@ -115,25 +130,32 @@ class Packing:
             self.checkpoint.release()
         return matrix
 
-    def end(self) -> None:
-        """Keep the packed matrices."""
-        if self.file is not None:
-            self.file.end()
-            _remove_unused(self.file.path)
 
+@contextmanager
+def packing_of(target: Target, weight_format: WeightFormat) -> Iterator[Packing]:
+    """Yield the packing of a target's matrices: into a file that is kept, if it is a whole model whose weights stay in
+    files. A second process waits, and finds the file."""
+    from filelock import FileLock
 
-def packing_of(target: Target, weight_format: WeightFormat) -> Packing:
-    """Return the packing of a target's matrices: into a file, if its weights stay in files."""
-    checkpoint = stored_in(target.model)
-    if checkpoint is None or not _limit_bytes():
-        return Packing(weight_format, checkpoint)
-    parts = FORMAT, checkpoint.identity, target.num_layers, weight_format, kernels.layout()
-    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-    try:
-        return Packing(weight_format, checkpoint, PackedFile(user_cache() / "packed" / f"{name}.bin"))
-    except OSError as error:
-        log.info("packed weights are not kept: %s", error)
-        return Packing(weight_format, checkpoint)
+    checkpoint, file, limit = stored_in(target.model), None, limit_bytes("EYAS_PACKED_CACHE_GB", 40)
+    with ExitStack() as stack:
+        if checkpoint is not None and checkpoint.config.num_hidden_layers == target.num_layers and limit:
+            parts = checkpoint.digests, checkpoint.config.to_json_string(), weight_format, kernels.build_name()
+            path = user_cache() / "packed" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.bin"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.is_file():
+                    stack.enter_context(FileLock(path.with_name(f".{path.name}.lock")))
+                    for left in path.parent.glob(f".{path.name}.*.tmp"):  # by a killed process: the lock is ours
+                        left.unlink()
+                file = PackedFile(path)
+                stack.callback(file.close)
+            except OSError as error:
+                log.warning("packed weights are not kept: %s", error)
+        yield Packing(weight_format, checkpoint, file)
+        if file is not None:
+            file.keep()
+            remove_unused(file.path.parent.glob("*.bin"), file.path, limit)
 
 
 def check_fit(target: Target, weight_format: WeightFormat) -> None:
@@ -176,24 +198,3 @@ def _bytes(target: Target, weight_format: WeightFormat) -> int:
 def _cache_bytes(target: Target) -> int:
     numbers = sum(heads * (key + value) for heads, key, value in filter(None, target.layout))
     return 4 * TOKENS * numbers
-
-
-def _limit_bytes() -> float:
-    given = os.environ.get("EYAS_PACKED_CACHE_GB") or str(DEFAULT_LIMIT_GB)
-    try:
-        return max(0.0, float(given)) * 1e9
-    except ValueError:
-        raise OptionError(
-            f"EYAS_PACKED_CACHE_GB must be a number of gigabytes, 0 or more, such as 40; it is {given!r}"
-        ) from None
-
-
-def _remove_unused(newest: Path) -> None:
-    """Remove the files that were used least recently, until all fit the limit."""
-    room = _limit_bytes()
-    with suppress(OSError):  # another process removes them, too
-        used = {path: path.stat() for path in newest.parent.glob("*.bin")}
-        for path in sorted(used, key=lambda path: -used[path].st_mtime):
-            room -= used[path].st_size
-            if room < 0 and path != newest:
-                path.unlink()

@@ -22,6 +22,7 @@ from eyas import kernels
 from eyas.core.target import Target
 from eyas.files import user_cache, write_atomically
 from eyas.hardware import cpu_name, versions
+from eyas.runners.stored import stored_in
 
 __all__ = ["Proof"]
 
@@ -33,6 +34,7 @@ class Proof:
         model = target.model
         parts = {
             "weights": digest_of(model),
+            "files": [] if (checkpoint := stored_in(model)) is None else checkpoint.digests,
             "config": model.config.to_json_string(),
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "modules": repr(model),

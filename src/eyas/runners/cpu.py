@@ -25,18 +25,7 @@ from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError, one_line
-from eyas.kernels import (
-    EXACT,
-    HEAD_DIMS,
-    Layers,
-    LayerSizes,
-    Matrix,
-    Pass,
-    Rows,
-    ThreadCount,
-    WeightFormat,
-    floats,
-)
+from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat, floats
 from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._packing import Packing, check_fit, packing_of
@@ -109,16 +98,14 @@ class CpuRunner:
         family, windows = target.family, layer_windows(target)
         layers: Any = family.layers
         self.shape = _sizes(target)
-        packing = packing_of(target, weight_format)
-        self.layers = Layers(
-            self.shape, [_layer(layer, window, packing) for layer, window in zip(layers, windows, strict=True)]
-        )
         base: Any = family.base
         self.norm_D, self.eps = base.norm.weight.detach().float(), norm_eps(base.norm)
         head: Any = family.head
         of_head = replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format
-        self.output = packing(packing.rows(head), head.bias, of_head)
-        packing.end()
+        with packing_of(target, weight_format) as packing:
+            packed = [_layer(layer, window, packing) for layer, window in zip(layers, windows, strict=True)]
+            self.output = packing(packing.rows(head), head.bias, of_head)
+        self.layers = Layers(self.shape, packed)
         self._rotary: nn.Module = base.rotary_emb
         self._cosine = self._sine = floats(0, self.shape.head_dim)
         self.thread_chooser = Threads(torch.get_num_threads())
@@ -401,7 +388,9 @@ def _layer(layer: Any, window: int, pack: Packing) -> kernels.Layer:
     )
 
 
-def _queries_keys_values(three: tuple[Any, Any, Any], pack: Packing) -> tuple[Matrix, Matrix | None, Matrix | None]:
+def _queries_keys_values(
+    three: tuple[Any, Any, Any], pack: Packing
+) -> tuple[kernels.Matrix, kernels.Matrix | None, kernels.Matrix | None]:
     """Return one matrix, and keys and values apart where a file has them in other types."""
 
     def bias_of(modules: Sequence[Any]) -> Tensor | None:
@@ -409,7 +398,7 @@ def _queries_keys_values(three: tuple[Any, Any, Any], pack: Packing) -> tuple[Ma
 
     rows = [pack.rows(module) for module in three]
     if any(len(part) % kernels.panel() for part in rows[:2]):  # they would begin within a panel
-        rows = [part if kernels.joined(rows) else Rows.of(part.read()) for part in rows]
+        rows = [part if kernels.joined(rows) else kernels.Rows.of(part.read()) for part in rows]
     if (joined := kernels.joined(rows)) is not None:
         return pack(joined, bias_of(three)), None, None
     if (joined := kernels.joined(rows[:2])) is not None:

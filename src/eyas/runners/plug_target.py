@@ -18,7 +18,16 @@ from eyas import kernels
 from eyas.core.sockets import KnownHead, KnownTarget, Source
 from eyas.core.target import Target
 from eyas.runners.cpu import FAMILIES
-from eyas.runners.stored import Checkpoint, Entry, MappedFile, few_outputs, open_safetensors, settings_of
+from eyas.runners.stored import (
+    INDEX,
+    Checkpoint,
+    Entry,
+    MappedFile,
+    few_outputs,
+    open_safetensors,
+    settings_of,
+    shards_of,
+)
 from eyas.targets.gguf_files import TENSORS, as_folder, split_gguf
 from eyas.targets.pretrained import has_tokenizer, is_missing_path
 
@@ -41,31 +50,25 @@ def find_target(target: Any, gguf_file: str | None, cache: bool, stored: bool = 
         if not (Path(source) / file).is_file():
             return None
         return KnownTarget(partial(_open_gguf, Path(source), file, cache), takes_file=True)
-    folder = _folder_of(source)
-    if folder is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < LARGE:
-        return None
-    with suppress(Exception):  # as below
-        if (checkpoint := open_safetensors(folder)) is not None:
-            return KnownTarget(partial(_open_folder, checkpoint, str(source)))
-    return None
+    checkpoint = _checkpoint_of(source)
+    return None if checkpoint is None else KnownTarget(partial(_open_folder, checkpoint, str(source)))
 
 
-def _folder_of(source: str | Path) -> Path | None:
-    """Return the folder of a checkpoint of a family that the kernels know. A hub id is fetched. None: it is another source,
-    or lacks a file, and the later load names the fault."""
+def _checkpoint_of(source: str | Path) -> Checkpoint | None:
+    """Return a large checkpoint of a family that the kernels know. A hub id is fetched. None: it is another source, or lacks
+    a file, and the later load names the fault."""
     if is_missing_path(source):
         return None
     fetch: Any = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
-    with suppress(Exception):  # a broken file raises errors of many kinds; whoever loads it then says which
+    with suppress(Exception):  # a broken file raises errors of many kinds
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         if about.get("model_type") not in FAMILIES or "quantization_config" in about:
             return None
         fetch("generation_config.json")
-        index, names = fetch("model.safetensors.index.json"), {"model.safetensors"}
-        if index is not None:
-            names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-        paths = [fetch(name) for name in sorted(names)]
-        return Path(paths[0]).parent
+        paths = [Path(fetch(name)) for name in shards_of(Path(fetch(INDEX) or ""))]
+        size = sum(path.stat().st_size for path in paths)
+        if size >= LARGE:
+            return open_safetensors(paths[0].parent)
     return None
 
 
@@ -121,4 +124,4 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
     checkpoint = Checkpoint(*settings_of(folder), [MappedFile(path)], tensors)
     if ROPE_FACTORS not in tensors:
         return checkpoint
-    return replace(checkpoint, frequency_factors=checkpoint.tensor(ROPE_FACTORS))
+    return replace(checkpoint, frequency_factors=checkpoint.tensor(ROPE_FACTORS, tensors[ROPE_FACTORS].shape))

@@ -1,7 +1,7 @@
 """Models whose weights stay in their files, for the CPU kernels.
 
-    checkpoint = open_safetensors(folder)        # or gguf_weights.open_gguf(folder)
-    model = checkpoint.model()                   # a model of transformers, of norms and biases only
+    checkpoint = open_safetensors(folder)     # plug_target.py opens GGUF files
+    model = checkpoint.model()                # a model of transformers, of norms and biases only
 
 A file is mapped into memory. Linear layers and embeddings of the model know the rows of the file that hold their weights
 (`kernels.Rows`). The kernels pack these rows, so no weight is ever in memory as float32. The model's own forward works,
@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import mmap
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,22 +30,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from eyas.errors import ModelError
+from eyas.files import kept_sha256
 from eyas.kernels import Rows
 
 __all__ = [
-    "Checkpoint",
-    "Entry",
-    "StoredEmbedding",
-    "StoredLinear",
-    "few_outputs",
-    "open_safetensors",
-    "settings_of",
-    "stored_in",
-]
+    "INDEX", "Checkpoint", "Entry", "MappedFile", "StoredLinear", "few_outputs", "open_safetensors", "settings_of",
+    "shards_of", "stored_in",
+]  # fmt: skip
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
 FEW = 256  # logits that are computed to learn about a model
+INDEX = "model.safetensors.index.json"
 HEADER = 8  # bytes of a safetensors file that say how long its header is
 
 
@@ -60,12 +59,16 @@ class MappedFile:
     """A file in memory, whose pages the system reads when they are used."""
 
     def __init__(self, path: Path) -> None:
-        self.path, status = path, path.stat()
-        self.identity = f"{path.name} {status.st_size} {status.st_mtime_ns}"
-        with open(path, "rb") as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.path, self._number = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
+        self._map = mmap.mmap(self._number, 0, access=mmap.ACCESS_READ)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.address = int(self.bytes.ctypes.data)
+
+    @property
+    def state(self) -> os.stat_result:
+        """The status of the mapped file, even if another file has its name now."""
+        return os.fstat(self._number)
 
     def release(self) -> None:
         """Give back the memory of pages that were read; they are read again if they are used."""
@@ -138,26 +141,28 @@ class Checkpoint:
     frequency_factors: Tensor | None = None
 
     @property
-    def identity(self) -> str:
-        """A text that changes with the files."""
-        return " ".join(file.identity for file in self.files)
+    def digests(self) -> list[str]:
+        """The SHA-256 of each file."""
+        return [kept_sha256(file.path) for file in self.files]
 
-    def rows(self, name: str) -> Rows:
-        """Return the rows of a matrix. Raise ModelError if there is none of this name."""
-        entry = self._entry(name)
-        file = self.files[entry.file]
-        outputs, inputs = entry.shape
-        rows = Rows.at(file.address + entry.offset, entry.type, outputs, inputs, self)
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Return a key that changes when somebody writes into a file: sizes and times of the last change."""
+        return tuple((file.state.st_size, file.state.st_mtime_ns) for file in self.files)
+
+    def rows(self, name: str, shape: Sequence[int]) -> Rows:
+        """Return the rows of a matrix. Raise ModelError if there is none of this name and shape."""
+        entry = self._entry(name, shape)
+        outputs, inputs = shape
+        rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, outputs, inputs, self)
         if not entry.heads:
             return rows
         return rows.take(torch.arange(outputs).view(entry.heads, -1, 2).transpose(1, 2).flatten())
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor of any shape in float32."""
-        entry = self._entry(name)
-        width = int(np.prod(entry.shape))
-        rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, 1, width, self)
-        return rows.read().view(entry.shape)
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of any shape in float32. Raise ModelError if there is none of this name and shape."""
+        entry = self._entry(name, shape)
+        rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, 1, math.prod(shape), self)
+        return rows.read().view(*shape)
 
     def release(self) -> None:
         """Give back the memory of the pages that were read."""
@@ -184,11 +189,11 @@ class Checkpoint:
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta:
                 owner, _, last = name.rpartition(".")
-                value = _shaped(self.tensor(name), parameter.shape, name)
-                setattr(model.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+                value = nn.Parameter(self.tensor(name, parameter.shape), requires_grad=False)
+                setattr(model.get_submodule(owner), last, value)
         if self.generation is not None:
             model.generation_config = copy.deepcopy(self.generation)
-        model.eyas_checkpoint = self
+        model.eyas_checkpoint, model.eyas_state = self, self.state  # the latter for `targets.loading.version_of`
         return model.eval()
 
     def _store(self, parent: nn.Module, place: str, name: str, module: nn.Module, config: Any) -> None:
@@ -198,20 +203,19 @@ class Checkpoint:
         key = f"{name}.weight"
         if config.tie_word_embeddings and key not in self.tensors and place == "lm_head":
             key = "model.embed_tokens.weight"
-        rows = self.rows(key)
-        if rows.shape != tuple(module.weight.shape):
-            raise ModelError(
-                f"{self.files[0].path}: {key} is {list(rows.shape)} instead of {list(module.weight.shape)}"
-            )
+        rows = self.rows(key, module.weight.shape)
         if isinstance(module, nn.Embedding):
             setattr(parent, place, StoredEmbedding(rows, module.padding_idx))
         else:
-            bias = None if module.bias is None else _shaped(self.tensor(f"{name}.bias"), module.bias.shape, name)
+            bias = None if module.bias is None else self.tensor(f"{name}.bias", module.bias.shape)
             setattr(parent, place, StoredLinear(rows, bias))
 
-    def _entry(self, name: str) -> Entry:
-        if (entry := self.tensors.get(name)) is None:
+    def _entry(self, name: str, shape: Sequence[int]) -> Entry:
+        entry = self.tensors.get(name)
+        if entry is None:
             raise ModelError(f"{self.files[0].path} lacks the tensor {name}")
+        if entry.shape != tuple(shape):
+            raise ModelError(f"{self.files[0].path}: {name} is {list(entry.shape)} instead of {list(shape)}")
         return entry
 
 
@@ -237,10 +241,7 @@ def few_outputs(model: Any) -> Iterator[None]:
 
 def open_safetensors(folder: Path) -> Checkpoint | None:
     """Return the checkpoint of a folder in Hugging Face layout; None where it has other files or types of tensors."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = shards_of(folder / INDEX)
     if not all((folder / name).is_file() for name in names):
         return None
     files, tensors = [MappedFile(folder / name) for name in names], dict[str, Entry]()
@@ -257,13 +258,14 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
     return Checkpoint(*settings_of(folder), files, tensors)
 
 
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, or of the only one where there is no index."""
+    if not index.is_file():
+        return ["model.safetensors"]
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
 def settings_of(folder: Path) -> tuple[Any, GenerationConfig | None]:
     """Return the configuration of a model and, if there are any, its settings for generation."""
     has_settings = (folder / "generation_config.json").is_file()
     return AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder) if has_settings else None
-
-
-def _shaped(value: Tensor, shape: torch.Size, name: str) -> Tensor:
-    if value.shape != shape:
-        raise ModelError(f"{name} is {list(value.shape)} instead of {list(shape)}")
-    return value

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
 from eyas.locks import prepare_folder
+from eyas.targets.kept import limit_bytes, remove_unused
 from eyas.targets.pretrained import check_path, one_line_errors, read_model
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
-DEFAULT_LIMIT_GB = 20.0
-RECENT_SECONDS = 600.0  # a folder that was used so shortly before the newest one is not removed
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
 SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
@@ -201,27 +199,12 @@ def _make(path: Path, folder: Path, weights: bool) -> None:
 
 
 def _limit_bytes() -> float:
-    """Return how much the cache may hold. Raise OptionError if the environment says no number."""
-    given = os.environ.get("EYAS_GGUF_CACHE_GB") or str(DEFAULT_LIMIT_GB)
-    try:
-        gigabytes = float(given)
-    except ValueError:
-        gigabytes = math.nan
-    if not gigabytes >= 0:
-        raise OptionError(f"EYAS_GGUF_CACHE_GB must be a number of gigabytes, 0 or more, such as 20; it is {given!r}")
-    return gigabytes * 1e9
+    return limit_bytes("EYAS_GGUF_CACHE_GB", 20)
 
 
 def _remove_unused(newest: Path) -> None:
-    """Remove the folders that were used least recently, until the others fit the limit."""
-    room = _limit_bytes()
-    with suppress(OSError):  # another process removes them, too
-        folders = [path for path in _cache().iterdir() if path.is_dir() and not path.name.startswith(".")]
-        used = {path: path.stat().st_mtime for path in folders}
-        for path in sorted(folders, key=lambda path: -used[path]):
-            room -= sum(file.stat().st_size for file in path.iterdir())
-            if room < 0 and path != newest and used[path] < used[newest] - RECENT_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+    folders = (path for path in _cache().iterdir() if path.is_dir() and not path.name.startswith("."))
+    remove_unused(folders, newest, _limit_bytes())
 
 
 def _convert(path: Path, folder: Path, weights: bool) -> None:

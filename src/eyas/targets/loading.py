@@ -66,7 +66,7 @@ def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
     `.data`). It also changes when scales, hooks or other forwards come or go. Kernels and kept keys do not
     follow these changes."""
     everywhere = torch.nn.modules.module
-    parts = [getattr(model.config, "_attn_implementation", None)]
+    parts: list[Any] = [getattr(model.config, "_attn_implementation", None), getattr(model, "eyas_state", tuple)()]
     parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
     for module in model.modules():
         parts += [id(module), vars(module).get("forward"), type(module).forward]

@@ -35,13 +35,14 @@ int64_t eyas_has_avx512_bf16() { return HAS_AVX512_BF16; }
 // Whether it has AMX, and the system lets this process use it.
 int64_t eyas_has_amx() { return has_amx; }
 
-// The weights of a block of a type that files in GGUF format have, its bytes, and how it is packed
-// (pack.h); 0 where the type is not known or is a plain number.
-int64_t eyas_block_type(int64_t type, int64_t* size, int64_t* bytes, int64_t* kind, int64_t* scales,
-                        int64_t* zero, uint8_t* codes) {
+// The weights of a block of a type that files in GGUF format have, its bytes in a file and in
+// panels, and the form of these (pack.h); 0 where the type is not known or is a plain number.
+int64_t eyas_block_type(int64_t type, int64_t* size, int64_t* bytes, int64_t* packed, int64_t* kind,
+                        int64_t* scales, int64_t* zero, uint8_t* codes) {
     const BlockType* of = block_type(type);
     if (!of) return 0;
-    *size = of->size, *bytes = of->bytes, *kind = of->kind, *scales = of->scales;
+    *size = of->size, *bytes = of->bytes, *packed = of->packed_bytes();
+    *kind = of->kind, *scales = of->scales;
     *zero = of->kind >= BYTES32 || of->codes ? INT8_ZERO : of->zero;
     for (int i = 0; of->codes && i < 16; i++) codes[i] = of->codes[i] + INT8_ZERO;
     return of->codes ? 2 : 1;

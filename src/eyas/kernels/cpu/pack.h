@@ -61,8 +61,18 @@ struct BlockType {
     int64_t size, bytes, group;  // weights and bytes of a block, weights of a group
     Kind kind;
     Scales scales;
-    int64_t zero;  // of nibbles; integers of bytes are signed, and zero is what was subtracted
+    int64_t zero;                      // the nibble of a weight of 0
     const int8_t* codes;
+
+    bool has_min() const { return scales == HALF_MIN || scales == SUPER_MIN; }
+    // of an output in panels, for a group: its integers, and its scales
+    int64_t integer_bytes() const { return kind <= CODES ? group / 2 : group; }
+    int64_t scale_bytes() const { return (scales >= SUPER ? 1 : 2) * (has_min() ? 2 : 1); }
+    // the numbers in float16 that a block's groups share; and all of a block
+    int64_t shared_bytes() const { return scales < SUPER ? 0 : has_min() ? 4 : 2; }
+    int64_t packed_bytes() const {
+        return shared_bytes() + size / group * (integer_bytes() + scale_bytes());
+    }
 };
 
 static const BlockType* block_type(int64_t type) {
@@ -212,12 +222,10 @@ static inline void store_group(const uint8_t* integer, int64_t group, bool nibbl
 // A panel of grouped weights from rows of the same form.
 static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, uint8_t* panel) {
     const BlockType& of = *block_type(type);
-    const bool nibbles = of.kind <= CODES, super = of.scales >= SUPER,
-               has_min = of.scales == HALF_MIN || of.scales == SUPER_MIN;
-    const int64_t integers = of.group * PANEL / (nibbles ? 2 : 1),
-                  group_bytes = integers + (super ? 1 : 2) * (has_min ? 2 : 1) * PANEL,
-                  shared_bytes = super ? (has_min ? 4 : 2) * PANEL : 0,
-                  block_bytes = shared_bytes + of.size / of.group * group_bytes;
+    const bool nibbles = of.kind <= CODES, super = of.scales >= SUPER, has_min = of.has_min();
+    const int64_t integers = of.integer_bytes() * PANEL,
+                  group_bytes = integers + of.scale_bytes() * PANEL,
+                  shared_bytes = of.shared_bytes() * PANEL, block_bytes = of.packed_bytes() * PANEL;
     Block block;
     for (int64_t j = 0; j < PANEL; j++) {
         const uint8_t* from = (const uint8_t*)rows[j];

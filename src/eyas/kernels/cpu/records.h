@@ -29,11 +29,10 @@ struct Matrix {
     int64_t kind;
     int64_t limbs;  // of x for dots of integers; for BFLOAT16 its parts, 1 (rounded) or 3
     int64_t inputs, outputs;  // outputs: padded to a multiple of PANEL
-    // Of kinds with groups: what is subtracted from stored integers, where scales have no minimum;
-    // bytes of a panel; and the integers that nibbles stand for, or null.
-    Scales scales;
-    int64_t zero, panel_bytes;
-    const uint8_t* codes;  // [16], INT8_ZERO added
+    Scales scales;         // of kinds with groups
+    int64_t zero;          // stored for a weight of 0; unused by kinds with minima
+    int64_t panel_bytes;
+    const uint8_t* codes;  // [16]: the integers of nibbles, INT8_ZERO added; null: nibbles are integers
 
     bool has_min() const { return kind == NIBBLES_MIN || kind == BYTES32_MIN; }
 };

@@ -219,7 +219,7 @@ def test_a_head_that_is_named_is_enough(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "first" / "custom_generate" / "requirements.txt").write_text("eyas>=99\n")
     with pytest.raises(ImportError, match=r"eyas>=99"):
         model.generate(**padded(), **ASKED, custom_generate=str(tmp_path / "first"), trust_remote_code=True)
-    with pytest.raises(EyasError, match="no draft head"):
+    with pytest.raises(EyasError, match="is not a draft head"):
         write_custom_generate(tmp_path)
     with pytest.raises(EyasError, match=r"eyas\.hf"):
         eyas.hooks.generate_by_folder(model, **padded())

@@ -16,9 +16,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 import zoo
+from eyas.targets.gguf_files import ADDS_ONE
 
 __all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_packed"]
 
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # of GGUF files, where they have another name
+LAYER_NORMS = ("nemotron", "stablelm", "starcoder2")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -153,25 +157,35 @@ def write_gguf(
     ends: Mapping[str, int] | None = None,
     template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     others: Mapping[str, str] | None = None,
+    family: str = "llama",
+    **options: Any,
 ) -> None:
-    """The small llama as a file in GGUF format.
+    """A small model as a file in GGUF format: a llama, or a model of another family of ARCHITECTURES.
 
     tokens: its vocabulary, byte-level BPE whose first token ends a text and whose digits are split.
     ends: further tokens that end something: "eot" a turn, "eom" a message.
     others: other kinds of matrices, by the ends of their names there, such as "attn_v".
+    options: of the model (`zoo.tiny`).
     """
     gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
-    model = zoo.tiny("llama", seed=seed, **SIZES, **({"vocab_size": len(tokens)} if tokens else {}))
-    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, "llama")
+    model = zoo.tiny(family, seed=seed, **SIZES, **({"vocab_size": len(tokens)} if tokens else {}) | options)
+    arch = ARCHITECTURES.get(family, family)
+    config, names = (
+        model.config,
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], model.config.num_hidden_layers),
+    )
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    eps = next(getattr(config, name) for name in EPSILONS if hasattr(config, name))
+    writer.add_layer_norm_eps(eps) if family in LAYER_NORMS else writer.add_layer_norm_rms_eps(eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_sliding_window(zoo.WINDOW)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
@@ -187,11 +201,17 @@ def write_gguf(
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
         writer.add_chat_template(template)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         array = tensor.numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp pairs neighbouring dimensions for RoPE
+        if array.ndim == 1 and arch in ADDS_ONE and name.endswith("norm.weight"):
+            array = array + 1
+        if arch == "llama" and name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):  # llama.cpp pairs neighbouring dimensions for RoPE
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        there = names.get_name(name, try_suffixes=(".weight",))
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if array.ndim == 2:
             own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
             form = gguf.GGMLQuantizationType[own]

@@ -14,15 +14,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 import eyas
 import zoo
 from eyas import kernels
+from eyas.cli import run
 from eyas.errors import FitError, ModelError
 from eyas.kernels import Rows
 from eyas.runners import _packing, plug_target
-from eyas.runners.cpu import FAMILIES
+from eyas.runners._decoders import FAMILIES
 from eyas.runners.stored import StoredLinear, stored_in
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
 from hub import local_hub
@@ -38,6 +40,8 @@ plug_target.LARGE = 0
 llm = eyas.load("some/model", "vanilla", tokenizer=False)
 print(type(llm.target.family.head).__name__)
 """
+
+TOKENS = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +72,7 @@ def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
-    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3")
+    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=family == "gemma2")
     llm, plain = load(place), load(place, kernels="off")
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None
@@ -94,6 +98,29 @@ def test_a_gguf_file_keeps_its_own_numbers(tmp_path: Path) -> None:
         torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
         assert has_fingerprint(llm.target, fingerprint(plain.target))
     assert llm.target.runner.layers.layers[0].v is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "nemotron", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"]
+)
+def test_gguf_files_of_families(family: str, tmp_path: Path) -> None:
+    """Guards norms to which llama.cpp adds 1, fused matrices, biases, scaled embeddings."""
+    file = tmp_path / f"{family}.gguf"
+    vocabulary: dict[str, Any] = {"vocab_size": 32064} if family == "phi3" else {"tokens": TOKENS}
+    gemma = family.startswith("gemma")
+    write_gguf(file, "Q8_0", family=family, eager=family == "gemma2", tie_word_embeddings=gemma, **vocabulary)
+    llm, plain = load(file), load(file, kernels="off")
+    assert llm.target.runner.name == "kernels"
+    assert stored_in(llm.target.model) is not None
+    torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_line_leaves_weights_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the command line gave no adapters as an empty tuple, and every file was converted to float32."""
+    write_gguf(tmp_path / "model.gguf", tokens=TOKENS)
+    asked = ["--target", str(tmp_path / "model.gguf"), "--method", "suffix", "--max-new-tokens", "4"]
+    assert run(["generate", "aab", "--raw", *asked]) == 0
+    assert [path.name[-2:] for path in (tmp_path / "cache" / "eyas" / "gguf").glob("[!.]*")] == ["-0"]
 
 
 @pytest.mark.parametrize("weights", ["exact", "int8", "int4"])

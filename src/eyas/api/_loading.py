@@ -105,7 +105,7 @@ def load(
     if method is None and isinstance(draft, str) and draft in drafters.names() and not Path(draft).exists():
         draft, method = None, draft
     mode, options = ("fixed", options) if isinstance(draft, Drafter) and "tree" not in options else mode_of(options)
-    plain = spread is None and adapter is None and dtype in ("auto", "float32") and not trust_remote_code
+    plain = spread is None and not adapter and dtype in ("auto", "float32") and not trust_remote_code
     stored = plain and pick_device(device) == "cpu" and on_or_off(kernels) != "off"
     found = (plug.find_target(target, gguf_file, cache, stored) for plug in TARGET.plugs)
     known = next((one for one in found if one is not None), None)  # None: a folder, a hub id or a loaded model

@@ -17,7 +17,7 @@ from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, TreeOptions, grow
-from eyas.kernels._layers import HEAD_DIMS, Layer, Layers, LayerSizes, Pass
+from eyas.kernels._layers import ACTIVATIONS, HEAD_DIMS, Layer, Layers, LayerSizes, Pass
 from eyas.kernels._linear import (
     Matrix,
     has_amx,
@@ -28,6 +28,7 @@ from eyas.kernels._linear import (
     linear,
     panel,
     rms_norm,
+    scale_logits,
 )
 from eyas.kernels._memory import huge_pages
 from eyas.kernels._pack import Memory, draft_format, pack, pack_gated, packed_bytes
@@ -35,6 +36,7 @@ from eyas.kernels._records import floats
 from eyas.kernels._rows import Rows, block_type, joined
 
 __all__ = [
+    "ACTIVATIONS",
     "EXACT",
     "HEAD_DIMS",
     "Grown",
@@ -75,6 +77,7 @@ __all__ = [
     "packed_bytes",
     "panel",
     "rms_norm",
+    "scale_logits",
     "why_not",
 ]  # fmt: skip
 

@@ -20,11 +20,25 @@ __all__ = ["HEAD_DIMS", "Layer", "LayerSizes", "Layers", "Pass"]
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
+ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5}  # of MLPs, as in cpu/tiles.h; gelu by tanh
+HEAD_NORMS = ("before", "after", "whole")  # RoPE, or of all heads as one; as in cpu/records.h
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of a decoder layer. eps: of the norms; scale: of the attention scores."""
+    """The sizes of a decoder layer, and how it differs from LLaMA's.
+
+    Attributes:
+        eps: of the norms.
+        scale: of the attention scores.
+        rotary: leading numbers of a head that RoPE rotates; 0: all.
+        softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
+        residual: factor of the outputs of attention and MLP.
+        activation: of the MLP, one of ACTIVATIONS.
+        centred: norms subtract the mean (LayerNorm).
+        parallel: attention and MLP read the same input.
+        head_norm: where queries and keys are normed, one of HEAD_NORMS.
+    """
 
     hidden: int
     heads: int
@@ -33,30 +47,52 @@ class LayerSizes:
     inner: int
     eps: float
     scale: float
+    rotary: int = 0
+    softcap: float = 0.0
+    residual: float = 1.0
+    activation: str = "silu_gated"
+    centred: bool = False
+    parallel: bool = False
+    head_norm: str = "before"
 
     @property
     def record(self) -> _records.LayerSizes:
         return _records.LayerSizes(
-            self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale
-        )
+            self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale, self.softcap,
+            self.residual, self.rotary or self.head_dim, ACTIVATIONS[self.activation], self.centred, self.parallel,
+            HEAD_NORMS.index(self.head_norm),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer's weights. Norms in float32, None for no norm; window: visible positions, 0: all."""
+    """A decoder layer's weights.
+
+    Attributes:
+        gate_up: both matrices of a gated MLP (`pack_gated`), or the first one of an MLP without gates.
+        norm: weight of the norm before attention; None: no norm. The others are as optional.
+        window: visible positions; 0: all.
+        k: keys, and `v` values, if they are not in `qkv`.
+        attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
+        rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
+    """
 
     qkv: Matrix
     o: Matrix
     gate_up: Matrix
     down: Matrix
     norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int = 0
     k: Matrix | None = None
-    """Keys, and `v` values, if they are not in `qkv`."""
     v: Matrix | None = None
+    norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    attention_norm: Tensor | None = None
+    output_norm: Tensor | None = None
+    rope: int = 0
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -68,7 +104,8 @@ class Layer:
         matrices = (self.qkv, self.o, self.gate_up, self.down, self.k, self.v)
         norms = map(address, (self.norm, self.mlp_norm, self.q_norm, self.k_norm))
         records = (_records.Matrix() if m is None else m.record for m in matrices)
-        return _records.Layer(*records, *norms, self.window)
+        more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
+        return _records.Layer(*records, *norms, self.window, *more, self.rope)
 
 
 @dataclass(frozen=True)
@@ -85,7 +122,7 @@ class Pass:
     visible_in_window_RQT: Tensor
     """The same for layers with a window."""
     cosine: Tensor
-    """float32 [positions, h]."""
+    """float32 [positions, h], or [tables, positions, h] where layers have several; h: the numbers that are rotated."""
     sine: Tensor
     store: Tensor
     """The cache, float32 [layers x {key, value}, B, K, slots, h]."""
@@ -155,7 +192,8 @@ class Layers:
         begin_R = _integers([b * row for b in forward.rows])
         buffers = self._work_space(sum(forward.counts) or R * Q, threads, score_stride)
         pointers = [address(x, torch.long) for x in integers] + [address(x, torch.bool) for x in masks]
-        record = _records.Pass(R, Q, T, *pointers, *map(address, angles), score_stride, *buffers, threads)
+        table = forward.cosine[0].numel() if forward.cosine.ndim == 3 else 0
+        record = _records.Pass(R, Q, T, *pointers, *map(address, angles), table, score_stride, *buffers, threads)
         keys = address(store) or 0
         cache = _records.KVCache(keys, keys + 4 * entry, address(begin_R, torch.long), 2 * entry, head, slot)
         return record, cache, (*integers, *masks, *angles, begin_R)
@@ -171,6 +209,7 @@ class Layers:
                 "context": M * size.heads * size.head_dim,
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,
+                "branch": M * size.hidden,
             }
             for name, needed in counts.items():
                 if name not in self._buffers or self._buffers[name].numel() < needed:

@@ -16,7 +16,7 @@ from eyas.kernels._records import KINDS, address, floats
 
 __all__ = [
     "Matrix", "ThreadCount", "count", "has_amx", "has_avx512_bf16", "has_dots", "head", "lanes", "linear", "panel",
-    "rms_norm",
+    "rms_norm", "scale_logits",
 ]  # fmt: skip
 
 
@@ -112,15 +112,21 @@ def linear(matrix: Matrix, x: Tensor, threads: ThreadCount = None) -> Tensor:
 
 
 def head(
-    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: ThreadCount = None
-) -> Tensor | None:
-    """Write the RMS norm of x to `normed`, whose rows may be apart; return its logits [M, O] if
-    there is a matrix."""
+    x_MD: Tensor, norm_D: Tensor, eps: float, matrix: Matrix | None, normed_MD: Tensor, threads: ThreadCount = None,
+    bias_D: Tensor | None = None, centred: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Write the norm of x to `normed`, whose rows may be apart; return its logits [M, O] if there is a matrix.
+
+    Args:
+        centred: the norm subtracts the mean, and adds `bias` if it has one.
+    """
     logits_MO = None if matrix is None else floats(len(x_MD), matrix.padded)
     library().eyas_head(
         c_void_p(address(x_MD)),
         *map(c_int64, x_MD.shape),
         c_void_p(address(norm_D)),
+        c_void_p(address(bias_D)),
+        c_int64(centred),
         c_float(eps),
         c_void_p(address(normed_MD)),
         c_int64(normed_MD.stride(0)),
@@ -129,6 +135,15 @@ def head(
         c_int64(count(threads)),
     )
     return None if matrix is None or logits_MO is None else logits_MO[:, : matrix.outputs]
+
+
+def scale_logits(logits: Tensor, scale: float, softcap: float, threads: ThreadCount = None) -> None:
+    """Multiply logits by `scale` and cap them (0: no cap), in place. Padding that `linear` leaves after each row is changed,
+    too. So the bits of a row do not depend on other rows."""
+    storage = logits.untyped_storage()
+    library().eyas_scale(
+        c_void_p(storage.data_ptr()), c_int64(storage.nbytes() // 4), c_float(scale), c_float(softcap), c_int64(count(threads)),
+    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: ThreadCount = 1) -> Tensor:

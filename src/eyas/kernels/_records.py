@@ -56,14 +56,16 @@ class Layer(ctypes.Structure):
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
         *((name, c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         ("window", c_int64),
+        *((name, c_void_p) for name in ("norm_bias", "mlp_norm_bias", "attention_norm", "output_norm")),
+        ("rope", c_int64),
     )
 
 
 class LayerSizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
-        ("eps", c_float),
-        ("scale", c_float),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual")),
+        *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm")),
     )
 
 
@@ -83,8 +85,9 @@ class Pass(ctypes.Structure):
             (name, c_void_p)
             for name in ("begin", "length", "position", "visible", "visible_in_window", "cosine", "sine")
         ),
+        ("table", c_int64),
         ("score_stride", c_int64),
-        *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores")),
+        *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores", "branch")),
         ("threads", c_int64),
     )
 

@@ -117,13 +117,12 @@ class Packing:
     def __call__(self, rows: Rows, bias_O: Tensor | None = None, weight_format: WeightFormat | None = None) -> Matrix:
         return self._packed(kernels.pack(rows, bias_O, weight_format or self.weight_format, self._memory))
 
-    def gated(self, gate: Any, up: Any) -> Matrix:
+    def gated(self, gate: Rows, up: Rows, biases: tuple[Tensor | None, Tensor | None] = (None, None)) -> Matrix:
         """Pack both matrices of a gated MLP as one."""
-        bias = None if gate.bias is None else (gate.bias, up.bias)
-        pair = self.rows(gate), self.rows(up)
-        if pair[0].type != pair[1].type:
-            pair = Rows.of(pair[0].read()), Rows.of(pair[1].read())
-        return self._packed(kernels.pack_gated(*pair, bias, self.weight_format, self._memory))
+        if gate.type != up.type:
+            gate, up = Rows.of(gate.read()), Rows.of(up.read())
+        bias = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
+        return self._packed(kernels.pack_gated(gate, up, bias, self.weight_format, self._memory))
 
     def _packed(self, matrix: Matrix) -> Matrix:
         if self.checkpoint is not None:

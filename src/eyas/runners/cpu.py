@@ -1,6 +1,6 @@
 """Runs a target's forwards on a CPU by compiled kernels.
 
-The kernels know the decoder layers of the model types in FAMILIES. A new runner's logits and features over a
+The kernels know the decoder layers of the families in _decoders.py. A new runner's logits and features over a
 prompt and a small tree are compared with the model's own forward, once for each model and machine (_proofs.py).
 If they differ, the runner is refused. The model is not changed: the kernels keep a copy of its weights, without
 loss in the narrowest format that holds them, or rounded on request (`WeightFormat`).
@@ -12,34 +12,29 @@ equal plain decoding's exactly, not only up to rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas import kernels
 from eyas.core.cycle import CycleRunner
 from eyas.core.ops import Ops
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput, Tree
-from eyas.errors import OptionError, one_line
-from eyas.kernels import EXACT, HEAD_DIMS, Layers, LayerSizes, Pass, ThreadCount, WeightFormat, floats
+from eyas.errors import OptionError
+from eyas.kernels import EXACT, Layers, Pass, ThreadCount, WeightFormat, floats
 from eyas.runners._comparison import UnsuitedError, output_pairs
-from eyas.runners._layer_settings import layer_windows, norm_eps
-from eyas.runners._packing import Packing, check_fit, packing_of
+from eyas.runners._decoders import angles, final_norm, packed_layers, refuse, sizes_of
+from eyas.runners._packing import check_fit, packing_of
 from eyas.runners._proofs import Proof
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
-from eyas.runners.stored import StoredLinear, stored_in
+from eyas.runners.stored import stored_in
 
-__all__ = ["FAMILIES", "CpuRunner", "UnsuitedError", "make_cpu_runner"]
+__all__ = ["CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
-# Model types whose decoder layers are: norm, attention with RoPE (norms of heads and biases are
-# optional), norm, gated MLP.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROPES = ("default", "linear", "llama3", "yarn")  # kinds of RoPE whose frequencies do not depend on the length
 CHECKED_LAYERS = 2  # of a model whose weights stay in their file, whose own forward is slow
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
 TIMING_SECONDS = 0.25  # after which no further turn begins, but two
@@ -60,7 +55,7 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     """
     if (missing := kernels.why_not()) is not None:
         raise UnsuitedError(f"no compiled kernels: {missing}")
-    _refuse(target)  # before its weights are read
+    refuse(target)  # before its weights are read
     if stored_in(target.model) is not None:
         check_fit(target, weight_format)
     proof = Proof(target) if own else None
@@ -92,22 +87,18 @@ class CpuRunner:
     skips_padding = True
 
     def __init__(self, target: Target, weight_format: WeightFormat = EXACT) -> None:
-        _refuse(target)
+        refuse(target)
         self.target = target
         self.weight_format = weight_format
-        family, windows = target.family, layer_windows(target)
-        layers: Any = family.layers
-        self.shape = _sizes(target)
-        base: Any = family.base
-        self.norm_D, self.eps = base.norm.weight.detach().float(), norm_eps(base.norm)
-        head: Any = family.head
+        self.shape = sizes_of(target)
+        self.norm = final_norm(target)
+        head: Any = target.family.head
         of_head = replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format
         with packing_of(target, weight_format) as packing:
-            packed = [_layer(layer, window, packing) for layer, window in zip(layers, windows, strict=True)]
+            packed = packed_layers(target, self.shape, packing)
             self.output = packing(packing.rows(head), head.bias, of_head)
         self.layers = Layers(self.shape, packed)
-        self._rotary: nn.Module = base.rotary_emb
-        self._cosine = self._sine = floats(0, self.shape.head_dim)
+        self._cosine = self._sine = floats(1, 0, self.shape.rotary)
         self.thread_chooser = Threads(torch.get_num_threads())
         self.ops: Ops = CpuOps(self.current_threads, head, self.output)
 
@@ -212,17 +203,25 @@ class CpuRunner:
         return other.run_with(made)
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
-        return kernels.linear(self.output, hidden.float(), self.layers.threads)
+        return self._scaled(kernels.linear(self.output, hidden.float(), self.layers.threads))
 
     def _logits(self, x_MD: Tensor, last_MD: Tensor, last_of: int | None) -> Tensor:
         """Return logits [M, V], or [R, V] of the last token of each of R = `last_of` rows; write the hidden states after
         the final norm to `last_MD`."""
         if last_of is None:
-            logits_MV = kernels.head(x_MD, self.norm_D, self.eps, self.output, last_MD, self.layers.threads)
+            logits_MV = self.norm(x_MD, self.output, last_MD, self.layers.threads)
             assert logits_MV is not None
-            return logits_MV
-        kernels.head(x_MD, self.norm_D, self.eps, None, last_MD, self.layers.threads)
-        return kernels.linear(self.output, last_MD.view(last_of, -1, last_MD.shape[1])[:, -1], self.layers.threads)
+            return self._scaled(logits_MV)
+        self.norm(x_MD, None, last_MD, self.layers.threads)
+        last_RD = last_MD.view(last_of, -1, last_MD.shape[1])[:, -1]
+        return self._scaled(kernels.linear(self.output, last_RD, self.layers.threads))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Apply the family's scale and cap of logits, in place."""
+        family = self.target.family
+        if family.logit_scale != 1.0 or family.softcap is not None:
+            kernels.scale_logits(logits, family.logit_scale, family.softcap or 0.0, self.layers.threads)
+        return logits
 
     def _attention_pass(self, inputs: ForwardInput) -> Pass:
         cosine, sine = self.tables(inputs.width)
@@ -236,11 +235,12 @@ class CpuRunner:
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [P, h] of at least this many positions, by the model's own rotary module."""
-        if positions > len(self._cosine):
-            count = max(positions, min(self.target.context, max(2 * len(self._cosine), 256)))
-            cosine, sine = self._rotary(floats(1, 1, 1), torch.arange(count, device="cpu")[None])
-            self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+        """Return cosines and sines [tables, P, h] of at least this many positions."""
+        known = self._cosine.shape[1]
+        if positions > known:
+            self._cosine, self._sine = angles(
+                self.target, max(positions, min(self.target.context, max(2 * known, 256)))
+            )
         return self._cosine, self._sine
 
     def check(self) -> None:
@@ -291,122 +291,3 @@ def _rounded_kind(kind: str) -> str:
     if kind.startswith(("nibbles", "codes")):
         return "int4"
     return "int8" if kind.startswith(("int8", "bytes")) else kind
-
-
-def _refuse(target: Target) -> None:
-    """Raise UnsuitedError if the model needs something that the kernels do not compute."""
-    config, family = target.model.config, target.family
-    if target.device.type != "cpu" or target.dtype != torch.float32:
-        raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
-    if family.model_type not in FAMILIES:
-        raise UnsuitedError(f"the kernels do not know the family {family.model_type}; known: {', '.join(FAMILIES)}")
-    if reason := target.own_forward_only("kernels"):
-        raise UnsuitedError(reason)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsuitedError(f"the kernels do not know its rotary positions ({rope.get('rope_type')})")
-    if getattr(config, "hidden_act", "silu") != "silu" or family.softcap is not None or family.logit_scale != 1.0:
-        raise UnsuitedError("the kernels know silu, and no softcap or scale of logits")
-    for k, layer in enumerate(family.layers):  # self-speculation leaves parts of layers out
-        if not hasattr(layer.self_attn, "q_proj") or not hasattr(layer.mlp, "gate_proj"):
-            raise UnsuitedError(f"the kernels run whole layers, and layer {k} has no attention or no MLP")
-    size, base = _sizes(target), family.base
-    if size.head_dim not in HEAD_DIMS:
-        raise UnsuitedError(
-            f"the kernels do not know heads of width {size.head_dim}; known: {', '.join(map(str, HEAD_DIMS))}"
-        )
-    cached = [sizes for sizes in target.layout if sizes is not None]  # None: a layer that is left out
-    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * target.num_layers:
-        raise UnsuitedError("the kernels need widths that are multiples of 32, and keys of one size in every layer")
-    for k, layer in enumerate(family.layers):
-        if fault := _fault(layer, size):
-            raise UnsuitedError(f"the kernels run equal layers, and layer {k} is pruned or edited: {fault}")
-    if fault := _weight_fault(family.head, (target.vocab_size, size.hidden)) or _weight_fault(
-        base.norm, (size.hidden,)
-    ):
-        raise UnsuitedError(f"the kernels know a linear lm_head after an RMS norm: {fault}")
-
-
-def _sizes(target: Target) -> LayerSizes:
-    """Return the sizes of the decoder layers: of the first of them, but for the width of the widest MLP."""
-    layers: Any = target.family.layers
-    first, head_dim = layers[0].self_attn, int(layers[0].self_attn.head_dim)
-    return LayerSizes(
-        target.hidden_size, _outputs(first.q_proj) // head_dim, _outputs(first.k_proj) // head_dim, head_dim,
-        max(_outputs(layer.mlp.gate_proj) for layer in layers), norm_eps(layers[0].input_layernorm), float(first.scaling),
-    )  # fmt: skip
-
-
-def _outputs(linear: Any) -> int:
-    return int(getattr(linear, "out_features", 0))
-
-
-def _fault(layer: Any, size: LayerSizes) -> str:
-    """Return which part of a layer has other sizes or settings, or another kind of module; "" for none. The kernels would
-    read past its weights."""
-    attention, mlp, D, h = layer.self_attn, layer.mlp, size.hidden, size.head_dim
-    inner = _outputs(mlp.gate_proj)
-    three, gated = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-    queries, keys = size.heads * h, size.kv_heads * h
-    shapes = [(queries, D), (keys, D), (keys, D), (inner, D), (inner, D), (D, queries), (D, inner)]
-    faults = list(map(_weight_fault, (*three, *gated, attention.o_proj, mlp.down_proj), shapes))
-    norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    faults += [_weight_fault(norm, (h,), size.eps) for norm in norms]
-    faults += [_weight_fault(norm, (D,), size.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    if any(len({module.bias is None for module in group}) > 1 for group in (three, gated)):
-        faults.append("some of its matrices have biases, and some none")
-    if (attention.head_dim, attention.scaling) != (h, size.scale):
-        faults.append("its heads have another width or scale")
-    return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
-
-
-def _weight_fault(module: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
-    """Return the description of a linear layer or a norm if it does not have this shape (and epsilon)."""
-    if isinstance(module, StoredLinear):
-        return "" if module.stored_rows.shape == shape else one_line(module, 120)
-    weight = getattr(module, "weight", None)
-    kind = isinstance(module, nn.Linear) or len(shape) == 1
-    fits = isinstance(weight, Tensor) and weight.dtype == torch.float32 and weight.shape == shape
-    return "" if kind and fits and eps in (None, norm_eps(module)) else one_line(module, 120)
-
-
-def _layer(layer: Any, window: int, pack: Packing) -> kernels.Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, k, v = _queries_keys_values((attention.q_proj, attention.k_proj, attention.v_proj), pack)
-    return kernels.Layer(
-        qkv=qkv,
-        o=pack(pack.rows(attention.o_proj), attention.o_proj.bias),
-        gate_up=pack.gated(mlp.gate_proj, mlp.up_proj),
-        down=pack(pack.rows(mlp.down_proj), mlp.down_proj.bias),
-        norm=_norm(layer.input_layernorm),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        window=window,
-        k=k,
-        v=v,
-    )
-
-
-def _queries_keys_values(
-    three: tuple[Any, Any, Any], pack: Packing
-) -> tuple[kernels.Matrix, kernels.Matrix | None, kernels.Matrix | None]:
-    """Return one matrix, and keys and values apart where a file has them in other types."""
-
-    def bias_of(modules: Sequence[Any]) -> Tensor | None:
-        return None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-
-    rows = [pack.rows(module) for module in three]
-    if any(len(part) % kernels.panel() for part in rows[:2]):  # they would begin within a panel
-        rows = [part if kernels.joined(rows) else kernels.Rows.of(part.read()) for part in rows]
-    if (joined := kernels.joined(rows)) is not None:
-        return pack(joined, bias_of(three)), None, None
-    if (joined := kernels.joined(rows[:2])) is not None:
-        return pack(joined, bias_of(three[:2])), None, pack(rows[2], three[2].bias)
-    queries, keys, values = (pack(part, module.bias) for part, module in zip(rows, three, strict=True))
-    return queries, keys, values
-
-
-def _norm(module: Any) -> Tensor:
-    weight: Tensor = module.weight
-    return weight.detach().float().contiguous()

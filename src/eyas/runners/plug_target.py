@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 from eyas import kernels
 from eyas.core.sockets import KnownHead, KnownTarget, Source
 from eyas.core.target import Target
-from eyas.runners.cpu import FAMILIES
+from eyas.runners._decoders import FAMILIES
 from eyas.runners.stored import (
     INDEX,
     Checkpoint,
@@ -111,7 +111,8 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
         return None
     listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
     tensors = {
-        name: Entry(0, number, tuple(shape), offset, heads) for name, (number, shape, offset, heads) in listed.items()
+        name: Entry(0, number, tuple(shape), offset, heads, more)
+        for name, (number, shape, offset, heads, more) in listed.items()
     }
     plain = (0, 1, 30)
     if other := sorted(

@@ -53,6 +53,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]  # [outputs, inputs] or [width]
     offset: int  # bytes
     heads: int = 0  # whose rows are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers
+    more: int = 0  # how much larger its numbers are than in transformers: 1 in norms that multiply by 1 + weight
 
 
 class MappedFile:
@@ -104,10 +105,15 @@ class StoredLinear(nn.Linear):
 
 
 class StoredEmbedding(nn.Embedding):
-    """An embedding whose table stays in its file."""
+    """An embedding whose table stays in its file.
 
-    def __init__(self, rows: Rows, padding_idx: int | None) -> None:
+    Attributes:
+        scale: the factor of its output, as Gemma's embeddings have it.
+    """
+
+    def __init__(self, rows: Rows, padding_idx: int | None, scale: float = 1.0) -> None:
         nn.Module.__init__(self)
+        self.scale = scale
         self.num_embeddings, self.embedding_dim = rows.shape
         self.stored_rows, self.padding_idx = rows, padding_idx
 
@@ -117,7 +123,8 @@ class StoredEmbedding(nn.Embedding):
         return self.stored_rows.read()
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.stored_rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
+        rows = self.stored_rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -162,7 +169,7 @@ class Checkpoint:
         """Return a tensor of any shape in float32. Raise ModelError if there is none of this name and shape."""
         entry = self._entry(name, shape)
         rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, 1, math.prod(shape), self)
-        return rows.read().view(*shape)
+        return rows.read().view(*shape) - entry.more
 
     def release(self) -> None:
         """Give back the memory of the pages that were read."""
@@ -205,7 +212,9 @@ class Checkpoint:
             key = "model.embed_tokens.weight"
         rows = self.rows(key, module.weight.shape)
         if isinstance(module, nn.Embedding):
-            setattr(parent, place, StoredEmbedding(rows, module.padding_idx))
+            setattr(
+                parent, place, StoredEmbedding(rows, module.padding_idx, getattr(module, "scalar_embed_scale", 1.0))
+            )
         else:
             bias = None if module.bias is None else self.tensor(f"{name}.bias", module.bias.shape)
             setattr(parent, place, StoredLinear(rows, bias))

@@ -44,11 +44,12 @@ __all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
-FORMAT = 5  # version of the kept folders; a folder of another version is made again
+FORMAT = 6  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
+ADDS_ONE = ("gemma2", "gemma3", "nemotron")  # architectures whose norms multiply by 1 + weight
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
 SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
@@ -238,9 +239,11 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
 
 
 def tensors_of(file: Any, config: Any) -> dict[str, Any]:
-    """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, heads].
+    """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, heads, more].
 
     heads: the heads whose rows are in llama.cpp's order, pairs of RoPE side by side. 0: the order is transformers'.
+
+    more: 1 where llama.cpp has added 1 to the weight of a norm.
 
     Raises:
         ModelError: transformers has no name for a tensor.
@@ -268,6 +271,7 @@ def tensors_of(file: Any, config: Any) -> dict[str, Any]:
             [int(n) for n in reversed(tensor.shape)],
             int(tensor.data_offset),
             permuted,
+            int(arch in ADDS_ONE and tensor.name.endswith("norm.weight")),
         ]
     return found
 

@@ -278,7 +278,7 @@ static void multiply_panels_amx(const Matrix& w, const float* x, int64_t ldx, in
         [&](AmxRows& rows, int64_t i) { rows.fill<W>(groups, i, x, ldx, w.inputs); });
     const TileConfig config(groups.tiles, groups.rows);
     const int64_t steps = w.inputs / AmxFormat<W>::inputs,
-                  width = epilogue == SWIGLU ? LANES : PANEL;
+                  width = panel_width(epilogue);
     // Several groups read a part of the panel while it is in the L1 cache, and prefetch the next
     // part meanwhile.
     const int64_t part = groups.count < 3 ? steps : std::min(steps, CACHED_STEPS),

@@ -98,14 +98,27 @@ void eyas_draft_layer(const Layer* layer, const Shape* s, const Pass* p, const K
     decoder_layer(*layer, *s, *p, *slots, input, x, thread_number());
 }
 
-// y [M, D] (row stride ldy) = RMS norm of x [M, D]; then, if there is a head, its logits [M,
-// outputs].
-void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, float eps, float* y,
-               int64_t ldy, const Matrix* head, float* logits, int64_t threads) {
+// y [M, D] (row stride ldy) = norm of x [M, D]; then, if there is a head, its logits [M, outputs].
+// bias: of a norm that is centred, or null.
+void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, const float* bias,
+               int64_t centred, float eps, float* y, int64_t ldy, const Matrix* head, float* logits,
+               int64_t threads) {
+    const Norm of_x{norm, bias, eps, centred != 0};
 #pragma omp parallel num_threads(threads)
     {
-        rms_norms(x, D, norm, M, D, eps, y, ldy);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < M; m++) of_x(x + m * D, D, y + m * ldy);
         if (head) linear(*head, y, ldy, M, logits, head->outputs, STORE);
+    }
+}
+
+// x *= scale, then x = softcap * tanh(x / softcap), unless it is 0. count: a multiple of LANES.
+void eyas_scale(float* x, int64_t count, float scale, float softcap, int64_t threads) {
+    const int64_t vectors = count / LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < vectors; i++) {
+        store(x + i * LANES, load(x + i * LANES) * scale);
+        if (softcap != 0) cap(x + i * LANES, LANES, softcap);
     }
 }
 

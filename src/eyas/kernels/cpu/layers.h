@@ -3,13 +3,19 @@
 
 #include "linear.h"
 
-// RoPE of one head, in LLaMA's layout of halves
-static inline void apply_rotary(float* x, const float* cosine, const float* sine, int64_t h) {
-    for (int64_t i = 0; i < h / 2; i++) {
-        float a = x[i], b = x[i + h / 2];
+// RoPE of the first r floats of a head, in LLaMA's layout of halves
+static inline void apply_rotary(float* x, const float* cosine, const float* sine, int64_t r) {
+    for (int64_t i = 0; i < r / 2; i++) {
+        float a = x[i], b = x[i + r / 2];
         x[i] = fma(a, cosine[i], -(b * sine[i]));
-        x[i + h / 2] = fma(b, cosine[i + h / 2], a * sine[i + h / 2]);
+        x[i + r / 2] = fma(b, cosine[i + r / 2], a * sine[i + r / 2]);
     }
+}
+
+// x becomes softcap * tanh(x / softcap)
+static inline void cap(float* x, int64_t count, float softcap) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store(x + i, softcap * tanh_vec(load(x + i) / softcap));
 }
 
 // For one row's new nodes and one key-value head: norm and rotate queries and keys, and store keys
@@ -21,14 +27,15 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
     for (int64_t q = 0; q < p.count(r); q++) {
         const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
                       offset = c.row[r] + k * c.head + slot * c.slot,
-                      angle = p.position[r * p.queries + q] * h;
+                      angle = layer.rope * p.table + p.position[r * p.queries + q] * s.rotary;
         const float *cosine = p.cosine + angle, *sine = p.sine + angle;
         for (int64_t i = 0; i <= group_heads; i++) {
             float* x =
                 p.qkv + m * stride + (i < group_heads ? k * group_heads + i : s.heads + k) * h;
             const float* norm = i < group_heads ? layer.q_norm : layer.k_norm;
-            if (norm) rms_norm(x, norm, h, s.eps, x);
-            apply_rotary(x, cosine, sine, h);
+            if (norm && s.head_norm == BEFORE_ROPE) rms_norm(x, norm, h, s.eps, x);
+            if (layer.rope >= 0) apply_rotary(x, cosine, sine, s.rotary);
+            if (norm && s.head_norm == AFTER_ROPE) rms_norm(x, norm, h, s.eps, x);
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
@@ -228,8 +235,10 @@ struct QueryGroup {
                 for_other_slots(n, keys, [&](int64_t place, const float* const* key, int64_t) {
                     score(query + from, scores_at + from, heads, place, key);
                 });
-            for (int64_t i = from; i < from + heads; i++)
+            for (int64_t i = from; i < from + heads; i++) {
+                if (s.softcap != 0) cap(scores_at[i], count, s.softcap);
                 totals[i] = exp_inplace(scores_at[i], count);
+            }
         }
         for_shared_slots<4 * LANES>(
             values, [&](int64_t place, const float* const* value, int64_t count) {
@@ -295,16 +304,39 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
     });
 }
 
+// x += residual * the norm of y, both [M, D]; y is overwritten
+static void add_branch(const float* norm, const Shape& s, int64_t M, float* y, float* x) {
+    const int64_t D = s.hidden;
+    const Norm of_branch{norm, nullptr, s.eps, false};
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        float *from = y + m * D, *to = x + m * D;
+        if (norm) of_branch(from, D, from);
+        for (int64_t i = 0; i < D; i += LANES)
+            store(to + i, fma(broadcast(s.residual), load(from + i), load(to + i)));
+    }
+}
+
 // A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of
 // the norm of x, or null.
 static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                           const float* input, float* x, int thread) {
-    const int64_t M = p.tokens(), D = s.hidden;
-    if (!input) { input = normed_rows(thread, x, layer.norm, M, D, s.eps, p.normed); }
+    const int64_t M = p.tokens(), D = s.hidden, h = s.head_dim;
+    const Norm before{layer.norm, layer.norm_bias, s.eps, s.centred != 0},
+        before_mlp{layer.mlp_norm, layer.mlp_norm_bias, s.eps, s.centred != 0};
+    if (!input) input = layer.norm ? normed_rows(thread, x, before, M, D, p.normed) : x;
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.qkv_stride(), STORE);
-    const int64_t k = s.heads * s.head_dim, v = k + s.kv_heads * s.head_dim;
+    const int64_t k = s.heads * h, v = k + s.kv_heads * h;
     if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.qkv_stride(), STORE);
     if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.qkv_stride(), STORE);
+    if (layer.q_norm && s.head_norm == WHOLE) {
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < M; m++) {
+            float* row = p.qkv + m * s.qkv_stride();
+            rms_norm(row, layer.q_norm, k, s.eps, row);
+            rms_norm(row + k, layer.k_norm, v - k, s.eps, row + k);
+        }
+    }
     switch (s.head_dim) {
         case 16: attend<16 / LANES>(layer, s, p, c, thread); break;
         case 32: attend<32 / LANES>(layer, s, p, c, thread); break;
@@ -314,8 +346,18 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
         case 128: attend<128 / LANES>(layer, s, p, c, thread); break;
         case 256: attend<256 / LANES>(layer, s, p, c, thread); break;
     }
-    linear(layer.o, p.context, s.heads * s.head_dim, M, x, D, ADD);
-    const float* normed = normed_rows(thread, x, layer.mlp_norm, M, D, s.eps, p.normed);
-    linear(layer.gate_up, normed, D, M, p.inner, s.inner, SWIGLU);
-    linear(layer.down, p.inner, s.inner, M, x, D, ADD);
+    if (s.adds_plainly(layer.attention_norm)) {
+        linear(layer.o, p.context, s.heads * h, M, x, D, ADD);
+    } else {
+        linear(layer.o, p.context, s.heads * h, M, p.branch, D, STORE);
+        add_branch(layer.attention_norm, s, M, p.branch, x);
+    }
+    if (!s.parallel) input = layer.mlp_norm ? normed_rows(thread, x, before_mlp, M, D, p.normed) : x;
+    linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);
+    if (s.adds_plainly(layer.output_norm)) {
+        linear(layer.down, p.inner, s.inner, M, x, D, ADD);
+    } else {
+        linear(layer.down, p.inner, s.inner, M, p.branch, D, STORE);
+        add_branch(layer.output_norm, s, M, p.branch, x);
+    }
 }

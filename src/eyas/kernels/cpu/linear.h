@@ -48,7 +48,7 @@ static void multiply_panels(const Matrix& w, const float* x, int64_t ldx, int64_
     if constexpr (AmxFormat<W>::parts > 0)
         if (uses_amx<W>(w.inputs, M)) return multiply_panels_amx<W>(w, x, ldx, M, y, ldy, epilogue);
     constexpr int MOST = F::tile_rows;
-    const int64_t tiles = (M + MOST - 1) / MOST, width = epilogue == SWIGLU ? LANES : PANEL;
+    const int64_t tiles = (M + MOST - 1) / MOST, width = panel_width(epilogue);
     const int64_t bytes = w.panel_bytes;
     // rows would evict each other from the L1 cache
     const bool aliased = M > 4 && ldx % CACHE_SET_STRIDE == 0;
@@ -148,21 +148,49 @@ static inline void rms_norm(const float* x, const float* weight, int64_t size, f
         store(y + i, load(weight + i) * (load(x + i) * factor));
 }
 
+// LayerNorm: x without its mean, over its standard deviation.
+static inline void centred_norm(const float* x, const float* weight, const float* bias, int64_t size,
+                                float eps, float* y) {
+    FloatVec sum = {}, squares = {};
+    for (int64_t i = 0; i < size; i += LANES) sum += load(x + i);
+    const float mean = horizontal_sum(sum) / (float)size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const FloatVec d = load(x + i) - mean;
+        squares = fma(d, d, squares);
+    }
+    const float factor = 1.0f / std::sqrt(horizontal_sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += LANES)
+        store(y + i, fma(load(weight + i), (load(x + i) - mean) * factor,
+                         bias ? load(bias + i) : FloatVec{}));
+}
+
 static void rms_norms(const float* x, int64_t ldx, const float* weight, int64_t M, int64_t size,
                       float eps, float* y, int64_t ldy) {
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < M; m++) rms_norm(x + m * ldx, weight, size, eps, y + m * ldy);
 }
 
+struct Norm {
+    const float *weight, *bias;
+    float eps;
+    bool centred;
+
+    void operator()(const float* x, int64_t size, float* y) const {
+        if (centred) centred_norm(x, weight, bias, size, eps, y);
+        else rms_norm(x, weight, size, eps, y);
+    }
+};
+
 // The norms of x [M, D]. Of few tokens every thread computes its own copy, which is faster than
 // waiting for the others; y has room for all copies.
-static const float* normed_rows(int thread, const float* x, const float* weight, int64_t M,
-                                int64_t D, float eps, float* y) {
+static const float* normed_rows(int thread, const float* x, const Norm& norm, int64_t M, int64_t D,
+                                float* y) {
     if (M > SMALL_BATCH) {
-        rms_norms(x, D, weight, M, D, eps, y, D);
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < M; m++) norm(x + m * D, D, y + m * D);
         return y;
     }
     float* own = y + thread * M * D;
-    for (int64_t m = 0; m < M; m++) rms_norm(x + m * D, weight, D, eps, own + m * D);
+    for (int64_t m = 0; m < M; m++) norm(x + m * D, D, own + m * D);
     return own;
 }

@@ -38,17 +38,34 @@ struct Matrix {
 };
 
 struct Layer {
-    Matrix qkv, o, gate_up,
-        down;  // gate_up: panels hold LANES gates, then the LANES ups beside them
+    // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
+    // first matrix
+    Matrix qkv, o, gate_up, down;
     Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of RMS norms; null: no norm
+    const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of norms; null: no norm
     int64_t window;  // visible positions, the query's own included; 0: all
+    const float *norm_bias, *mlp_norm_bias;         // of norms that are centred; null: none
+    const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
+    int64_t rope;                                   // its table of angles; -1: it does not rotate
 };
+
+// Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
+enum HeadNorm : int64_t { BEFORE_ROPE, AFTER_ROPE, WHOLE };
 
 struct Shape {
     int64_t hidden, heads, kv_heads, head_dim, inner;
-    float eps;    // of the norms
-    float scale;  // of the attention scores
+    float eps;       // of the norms
+    float scale;     // of the attention scores
+    float softcap;   // scores become softcap * tanh(scores / softcap); 0: they stay
+    float residual;  // factor of what attention and MLP add to x
+    int64_t rotary;  // leading floats of a head that RoPE rotates
+    int64_t activation;  // of the MLP: an Epilogue (tiles.h)
+    int64_t centred;     // norms subtract the mean
+    int64_t parallel;    // the MLP reads what attention reads, not the sum
+    HeadNorm head_norm;
+
+    // what attention and MLP add is normed or scaled first
+    bool adds_plainly(const float* norm) const { return !norm && residual == 1; }
 
     // Floats from one token's queries, keys and values to the next one's: whole panels
     int64_t qkv_stride() const {
@@ -78,12 +95,13 @@ struct Pass {
     // [R, Q, T]: visible nodes among those behind the committed slots; the new nodes are the last Q
     const uint8_t* visible;
     const uint8_t* visible_in_window;  // [R, Q, T]: the same for layers with a window
-    const float *cosine, *sine;        // [position, h]
+    const float *cosine, *sine;        // [table, position, rotary]
+    int64_t table;                     // floats of a table
     int64_t
         score_stride;  // floats of a query's scores: at least 2 vectors more than its visible slots
     // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x (H + 2K) h; M x H h; M x inner;
-    // and threads x MAX_PAIRS x score_stride floats.
-    float *normed, *qkv, *context, *inner, *scores;
+    // threads x MAX_PAIRS x score_stride; and M x D floats.
+    float *normed, *qkv, *context, *inner, *scores, *branch;
     int64_t threads;
 
     int64_t first(int64_t row) const { return begin ? begin[row] : row * queries; }

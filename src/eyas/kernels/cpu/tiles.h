@@ -28,9 +28,14 @@
 
 #include "records.h"
 
-// The last step of a linear layer with output v: y = v; y += v; y = silu(v's first half) * second
-// half.
-enum Epilogue : int { STORE, ADD, SWIGLU };
+// The last step of a linear layer with output v: y = v; y += v; y = silu or gelu of v's first half *
+// second half; y = gelu(v); y = relu(v) squared. gelu by tanh.
+enum Epilogue : int64_t { STORE, ADD, SWIGLU, GEGLU, GELU, RELU2 };
+
+// the outputs that a panel's results fill
+static inline int panel_width(Epilogue epilogue) {
+    return epilogue == SWIGLU || epilogue == GEGLU ? LANES : PANEL;
+}
 
 struct TileInput {   // the rows of x of a tile: floats, or quantised
     const float* x;  // [row][ldx]
@@ -155,6 +160,12 @@ constexpr int64_t PREFETCH_BYTES = 4096;
 
 static inline FloatVec silu(FloatVec x) { return x / (1.0f + exp_vec(-x)); }
 
+// (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+static inline FloatVec gelu(FloatVec x) {
+    const FloatVec cubic = x * x * x;
+    return x / (1.0f + exp_vec(-1.5957691216057308f * fma(broadcast(0.044715f), cubic, x)));
+}
+
 static inline void apply_epilogue(FloatVec first, FloatVec second, const float* scale,
                                   const float* bias, float* y, Epilogue epilogue) {
     FloatVec a[2] = {first, second};
@@ -164,6 +175,13 @@ static inline void apply_epilogue(FloatVec first, FloatVec second, const float* 
                       bias ? load(bias + half * LANES) : FloatVec{});
     if (epilogue == SWIGLU) {
         store(y, silu(a[0]) * a[1]);
+    } else if (epilogue == GEGLU) {
+        store(y, gelu(a[0]) * a[1]);
+    } else if (epilogue >= GELU) {
+        for (int half = 0; half < 2; half++) {
+            const FloatVec zero = {}, positive = a[half] > zero ? a[half] : zero;
+            store(y + half * LANES, epilogue == GELU ? gelu(a[half]) : positive * positive);
+        }
     } else {
         store(y, epilogue == ADD ? load(y) + a[0] : a[0]);
         store(y + LANES, epilogue == ADD ? load(y + LANES) + a[1] : a[1]);

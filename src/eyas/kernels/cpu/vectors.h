@@ -70,3 +70,12 @@ static inline float horizontal_sum(FloatVec v) {
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
 }
+
+// tanh x = (1 - t) / (1 + t), t = exp(-2 |x|); near 0 by its series.
+static inline FloatVec tanh_vec(FloatVec x) {
+    const FloatVec zero = {}, size = x < zero ? -x : x, t = exp_vec(-2.0f * size), squared = x * x,
+                   ratio = (1.0f - t) / (1.0f + t);
+    FloatVec series = broadcast(62.0f / 2835);
+    for (float c : {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f}) series = fma(series, squared, broadcast(c));
+    return size < broadcast(0.25f) ? x * series : x < zero ? -ratio : ratio;
+}

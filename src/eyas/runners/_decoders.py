@@ -1,0 +1,418 @@
+"""Decoder layers of a model as the CPU kernels read them.
+
+FAMILIES is a table: each record says where a family differs from LLaMA. Sizes, biases, activations, windows and fused
+matrices are read from the modules. A layer with modules that its record does not name is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eyas import kernels
+from eyas.core.target import Target
+from eyas.errors import one_line
+from eyas.kernels import HEAD_DIMS, LayerSizes, ThreadCount
+from eyas.runners._comparison import UnsuitedError
+from eyas.runners._layer_settings import layer_windows, norm_eps
+from eyas.runners._packing import Packing
+from eyas.runners.stored import StoredLinear
+
+__all__ = ["FAMILIES", "angles", "final_norm", "packed_layers", "refuse", "sizes_of"]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Where a family differs from LLaMA.
+
+    Attributes:
+        norms: names of the norms before attention, of its output, before the MLP, of its output; "": there is none.
+        head_norms: names of the norms of queries and keys, of a layer that has them.
+        head_norm: where these are (`LayerSizes`).
+        mlp: names of the MLP's matrices; two: it has no gates, or "gate_up_proj" holds both.
+        centred: norms subtract the mean (LayerNorm).
+        plus_one: norms multiply by 1 + weight.
+        parallel: attention and MLP read the same input.
+        interleaved: RoPE rotates neighbours, not halves.
+        rotates: whether a layer with this attention rotates queries and keys.
+    """
+
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_norm: str = "before"
+    output: str = "o_proj"
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    final_norm: str = "norm"
+    centred: bool = False
+    plus_one: bool = False
+    parallel: bool = False
+    interleaved: bool = False
+    rotates: Callable[[Any], bool] = lambda attention: True
+
+
+LLAMA = Decoder()
+GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+OLMO = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # norms of outputs alone
+GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+ONE_NORM = ("input_layernorm", "", "", "")
+FUSED = ("gate_up_proj", "down_proj")
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "granite", "seed_oss"), LLAMA),
+    "arcee": Decoder(mlp=("up_proj", "down_proj")),
+    "cohere": Decoder(ONE_NORM, centred=True, parallel=True, interleaved=True),
+    "cohere2": Decoder(
+        ONE_NORM, centred=True, parallel=True, interleaved=True, rotates=lambda attention: attention.sliding_window is not None
+    ),
+    "ernie4_5": Decoder(interleaved=True),
+    "exaone4": Decoder(OLMO, rotates=lambda attention: attention.sliding_window is None or attention.is_sliding),
+    "gemma": Decoder(plus_one=True),
+    "gemma2": Decoder(GEMMA, plus_one=True),
+    "gemma3_text": Decoder(GEMMA, plus_one=True),
+    "glm": Decoder(mlp=FUSED, interleaved=True),
+    "glm4": Decoder(GLM4, mlp=FUSED, interleaved=True),
+    "helium": Decoder(interleaved=True),
+    "hunyuan_v1_dense": Decoder(head_norms=("query_layernorm", "key_layernorm"), head_norm="after"),
+    "nemotron": Decoder(mlp=("up_proj", "down_proj"), centred=True, plus_one=True),
+    "olmo2": Decoder(OLMO, head_norm="whole"),
+    "olmo3": Decoder(OLMO, head_norm="whole"),
+    "phi": Decoder(
+        ONE_NORM, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm", centred=True, parallel=True
+    ),
+    "phi3": Decoder(mlp=FUSED),
+    "smollm3": Decoder(rotates=lambda attention: bool(attention.use_rope)),
+    "stablelm": Decoder(centred=True),
+    "starcoder2": Decoder(mlp=("c_fc", "c_proj"), centred=True),
+}  # fmt: skip
+
+# kinds of RoPE whose frequencies do not change within the target's context (core/families.py)
+ROPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu", "NewGELUActivation": "gelu",
+    "ReLUSquaredActivation": "relu2",
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Some rows of a linear layer."""
+
+    module: Any
+    rows: slice = slice(None)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.module.bias is None else self.module.bias[self.rows]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(range(self.module.out_features)[self.rows]), self.module.in_features
+
+    def packed_rows(self, pack: Packing) -> kernels.Rows:
+        return pack.rows(self.module).take(self.rows)
+
+
+class Parts(NamedTuple):
+    """The modules of a layer. An MLP without gates has no `gate`."""
+
+    q: Part
+    k: Part
+    v: Part
+    o: Part
+    gate: Part | None
+    up: Part
+    down: Part
+    norms: tuple[Any, ...]  # four, as in `Decoder.norms`; None for no norm
+    head_norms: tuple[Any, Any]
+
+    @property
+    def linears(self) -> list[Part]:
+        return [part for part in self[:7] if part is not None]
+
+
+def _decoder(target: Target) -> Decoder:
+    return FAMILIES[target.family.model_type]
+
+
+def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
+    """Return the modules of a layer. Raise AttributeError where one is missing."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if hasattr(attention, "qkv_proj"):
+        h = attention.head_dim
+        ends = (0, heads * h, (heads + kv_heads) * h, (heads + 2 * kv_heads) * h)
+        q, k, v = (Part(attention.qkv_proj, slice(*pair)) for pair in itertools.pairwise(ends))
+    else:
+        q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
+    matrices = [Part(getattr(mlp, name)) for name in decoder.mlp]
+    gate: Part | None = None
+    if len(matrices) == 3:
+        gate, up, down = matrices
+    else:
+        up, down = matrices
+        if "gate_up_proj" in decoder.mlp:
+            half = up.module.out_features // 2
+            gate, up = Part(up.module, slice(0, half)), Part(up.module, slice(half, 2 * half))
+    norms = tuple(getattr(layer, name) if name else None for name in decoder.norms)
+    of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
+    return Parts(q, k, v, Part(getattr(attention, decoder.output)), gate, up, down, norms, (of_queries, of_keys))
+
+
+def _every(target: Target) -> Iterator[tuple[Any, Parts]]:
+    """Yield layers and their modules."""
+    decoder = _decoder(target)
+    heads, kv_heads = _head_counts(target)
+    layers: Any = target.family.layers
+    for layer in layers:
+        yield layer, _parts(layer, decoder, heads, kv_heads)
+
+
+def _head_counts(target: Target) -> tuple[int, int]:
+    """Return the numbers of heads of the first layer, of queries and of keys."""
+    layers: Any = target.family.layers
+    attention, decoder = layers[0].self_attn, _decoder(target)
+    sizes = next((sizes for sizes in target.layout if sizes is not None), None)
+    return getattr(attention, decoder.output).in_features // attention.head_dim, 0 if sizes is None else sizes[0]
+
+
+def refuse(target: Target) -> None:
+    """Raise UnsuitedError if the model needs something that the kernels do not compute."""
+    config, family = target.model.config.get_text_config(decoder=True), target.family
+    if target.device.type != "cpu" or target.dtype != torch.float32:
+        raise UnsuitedError(f"the kernels work on a CPU in float32, this is {target.dtype} on {target.device}")
+    if family.model_type not in FAMILIES:
+        raise UnsuitedError(
+            f"the kernels do not know the family {family.model_type}: docs/reference/supported.md lists those that they know"
+        )
+    if reason := target.own_forward_only("kernels"):
+        raise UnsuitedError(reason)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in [each for each in rope.values() if isinstance(each, dict)] or [rope]:
+        if one.get("rope_type", "default") not in ROPES:
+            raise UnsuitedError(f"the kernels do not know its rotary positions ({one.get('rope_type')})")
+    if getattr(config, "use_parallel_residual", False):
+        raise UnsuitedError("the kernels do not know parallel residual streams")
+    decoder = _decoder(target)
+    for k, layer in enumerate(family.layers):  # self-speculation leaves parts of layers out
+        try:
+            _parts(layer, decoder, 1, 1)
+        except AttributeError:
+            raise UnsuitedError(
+                f"the kernels run whole layers, and layer {k} has no attention or no MLP of this family"
+            ) from None
+    size = sizes_of(target)
+    if size.head_dim not in HEAD_DIMS:
+        raise UnsuitedError(
+            f"the kernels do not know heads of width {size.head_dim}; known: {', '.join(map(str, HEAD_DIMS))}"
+        )
+    cached = [sizes for sizes in target.layout if sizes is not None]  # None: a layer that is left out
+    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * target.num_layers:
+        raise UnsuitedError("the kernels need widths that are multiples of 32, and keys of one size in every layer")
+    for k, (layer, parts) in enumerate(_every(target)):
+        if fault := _fault(layer, parts, size):
+            raise UnsuitedError(f"the kernels run equal layers, and layer {k} is pruned or edited: {fault}")
+    faults = (
+        _weight_fault(Part(family.head), (target.vocab_size, size.hidden)),
+        _norm_fault(_last_norm(target), (size.hidden,)),
+    )
+    if fault := next(filter(None, faults), ""):
+        raise UnsuitedError(f"the kernels know a linear lm_head after a norm: {fault}")
+
+
+def sizes_of(target: Target) -> LayerSizes:
+    """Return the sizes of the decoder layers: of the first of them, but for the width of the widest MLP."""
+    decoder, (heads, kv_heads) = _decoder(target), _head_counts(target)
+    first, parts = next(_every(target))
+    attention, D = first.self_attn, target.hidden_size
+    named = ("act_fn", "activation_fn", "act")
+    activation = next((getattr(first.mlp, name) for name in named if hasattr(first.mlp, name)), None)
+    kind = ACTIVATIONS.get(type(activation).__name__, "")
+    name = kind if parts.gate is None else f"{kind}_gated"
+    if name not in kernels.ACTIVATIONS:
+        raise UnsuitedError(f"the kernels do not know the activation {type(activation).__name__} of this MLP")
+    cap = getattr(attention, "attn_logit_softcapping", None) or 0.0
+    if target.model.config._attn_implementation != "eager":  # the others of transformers leave it out
+        cap = 0.0
+    return LayerSizes(
+        D, heads, kv_heads, int(attention.head_dim), max(parts.up.shape[0] for _, parts in _every(target)),
+        norm_eps(next(norm for norm in parts.norms if norm is not None)), float(attention.scaling),
+        rotary=angles(target, 1)[0].shape[-1], softcap=float(cap),
+        residual=float(getattr(first, "residual_multiplier", 1.0)), activation=name,
+        centred=decoder.centred, parallel=decoder.parallel, head_norm=decoder.head_norm,
+    )  # fmt: skip
+
+
+def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
+    """Return which part of a layer has other sizes or settings, or another kind of module; "" for none. The kernels would
+    read past its weights."""
+    attention, D, h, whole = layer.self_attn, size.hidden, size.head_dim, size.head_norm == "whole"
+    inner, queries, keys = parts.up.shape[0], size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = [
+        (queries, D),
+        (keys, D),
+        (keys, D),
+        (D, queries),
+        *[(inner, D)] * (1 + (parts.gate is not None)),
+        (D, inner),
+    ]
+    faults = list(map(_weight_fault, parts.linears, shapes))
+    faults += [_norm_fault(norm, (D,), size.eps) for norm in parts.norms if norm is not None]
+    widths = (queries, keys) if whole else (h, h)
+    faults += [
+        _norm_fault(norm, (width,), size.eps) for norm, width in zip(parts.head_norms, widths, strict=True) if norm
+    ]
+    gated = (parts.gate or parts.up, parts.up)
+    if any(len({part.module.bias is None for part in group}) > 1 for group in (parts[:3], gated)):
+        faults.append("some of its matrices have biases, and some none")
+    if (attention.head_dim, attention.scaling) != (h, size.scale):
+        faults.append("its heads have another width or scale")
+    if getattr(layer, "residual_multiplier", 1.0) != size.residual:
+        faults.append("its residual stream has another factor")
+    read = {id(module) for module in (*(part.module for part in parts.linears), *parts.norms, *parts.head_norms)}
+    for name, module in layer.named_modules():
+        is_weight = isinstance(module, nn.Linear) or any(True for _ in module.parameters(recurse=False))
+        if is_weight and id(module) not in read:
+            faults.append(f"{name} is not in the kernels' table")
+    return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
+
+
+def _weight_fault(part: Part, shape: tuple[int, int]) -> str:
+    """Return the description of a linear layer if it does not have this shape."""
+    module = part.module
+    if isinstance(module, StoredLinear):
+        return "" if part.shape == shape else one_line(module, 120)
+    if not isinstance(module, nn.Linear) or module.weight.dtype != torch.float32:
+        return one_line(module, 120)
+    return "" if part.shape == shape == module.weight[part.rows].shape else one_line(module, 120)
+
+
+def _norm_fault(norm: Any, shape: tuple[int, ...], eps: float | None = None) -> str:
+    """Return the description of a norm if it does not have this shape (and epsilon)."""
+    weight = getattr(norm, "weight", None)
+    fits = isinstance(weight, Tensor) and weight.dtype == torch.float32 and weight.shape == shape
+    return "" if fits and eps in (None, norm_eps(norm)) else one_line(norm, 120)
+
+
+def final_norm(target: Target) -> Callable[..., Tensor | None]:
+    """Return a function (x [M, D], output, normed [M, D], threads) that computes the norm before the lm_head, and logits
+    as `kernels.head` does."""
+    decoder, norm = _decoder(target), _last_norm(target)
+    weight_D, bias_D = _norm_weights(norm, decoder)
+    eps = norm_eps(norm)
+
+    def compute(x_MD: Tensor, output: kernels.Matrix | None, normed_MD: Tensor, threads: ThreadCount) -> Tensor | None:
+        assert weight_D is not None
+        return kernels.head(x_MD, weight_D, eps, output, normed_MD, threads, bias_D, decoder.centred)
+
+    return compute
+
+
+def _last_norm(target: Target) -> Any:
+    return getattr(target.family.base, _decoder(target).final_norm)
+
+
+def _norm_weights(norm: Any, decoder: Decoder) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias of a norm in float32; None where it has none."""
+    if norm is None:
+        return None, None
+    weight: Tensor = norm.weight.detach().float()
+    bias = getattr(norm, "bias", None)
+    return (weight + decoder.plus_one).contiguous(), None if bias is None else bias.detach().float().contiguous()
+
+
+def angles(target: Target, positions: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [tables, positions, h] in the order of halves, by the model's own rotary module; one table
+    for each of `_angle_kinds`."""
+    rotary: Any = target.family.base.rotary_emb
+    at = kernels.floats(1, 1, 1), torch.arange(positions, device="cpu")[None]
+    pairs: list[tuple[Tensor, Tensor]] = [rotary(*at, *kind) for kind in _angle_kinds(target)]
+    cosine, sine = (torch.cat(tables).float() for tables in zip(*pairs, strict=True))
+    half = cosine.shape[-1] // 2
+    if positions > 1 and not torch.equal(cosine[..., :half], cosine[..., half:]):  # Cohere's are side by side
+        cosine, sine = (table[..., ::2].repeat(1, 1, 2) for table in (cosine, sine))
+    return cosine.contiguous(), sine.contiguous()
+
+
+def _angle_kinds(target: Target) -> list[tuple[str, ...]]:
+    """Return the arguments by which the rotary module makes its tables: kinds of layers, if it knows several."""
+    rotary: Any = target.family.base.rotary_emb
+    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+        return [()]
+    return [(kind,) for kind in sorted(set(target.model.config.get_text_config(decoder=True).layer_types))]
+
+
+def packed_layers(target: Target, size: LayerSizes, pack: Packing) -> list[kernels.Layer]:
+    """Return the decoder layers, packed."""
+    decoder, kinds = _decoder(target), _angle_kinds(target)
+    types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
+    layers = []
+    for number, ((layer, parts), window) in enumerate(zip(_every(target), layer_windows(target), strict=True)):
+        table = kinds.index((types[number],)) if types and len(kinds) > 1 else 0
+        rope = table if decoder.rotates(layer.self_attn) else -1
+        layers.append(_layer(parts, decoder, size, window, rope, pack))
+    return layers
+
+
+def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: int, pack: Packing) -> kernels.Layer:
+    orders = [_halves(size, heads) if decoder.interleaved else None for heads in (size.heads, size.kv_heads)]
+    qkv, k, v = _queries_keys_values(parts[:3], [*orders, None], pack)
+    norms = [_norm_weights(norm, decoder) for norm in parts.norms]
+    q_norm, k_norm = (_norm_weights(norm, decoder)[0] for norm in parts.head_norms)
+    up = parts.up.packed_rows(pack)
+    if parts.gate is None:
+        gate_up = pack(up, parts.up.bias)
+    else:
+        gate_up = pack.gated(parts.gate.packed_rows(pack), up, (parts.gate.bias, parts.up.bias))
+    return kernels.Layer(
+        qkv=qkv,
+        o=pack(parts.o.packed_rows(pack), parts.o.bias),
+        gate_up=gate_up,
+        down=pack(parts.down.packed_rows(pack), parts.down.bias),
+        norm=norms[0][0],
+        norm_bias=norms[0][1],
+        attention_norm=norms[1][0],
+        mlp_norm=norms[2][0],
+        mlp_norm_bias=norms[2][1],
+        output_norm=norms[3][0],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        window=window,
+        rope=rope,
+        k=k,
+        v=v,
+    )
+
+
+def _halves(size: LayerSizes, heads: int) -> Tensor:
+    """Return the order of rows in which neighbours that RoPE rotates are halves of a head. Queries and keys in the same
+    order have the same products."""
+    rotated = torch.arange(size.rotary, device="cpu").view(-1, 2).T.flatten()
+    of_head = torch.cat([rotated, torch.arange(size.rotary, size.head_dim, device="cpu")])
+    return (size.head_dim * torch.arange(heads, device="cpu")[:, None] + of_head).flatten()
+
+
+def _queries_keys_values(
+    three: Sequence[Part], orders: Sequence[Tensor | None], pack: Packing
+) -> tuple[kernels.Matrix, kernels.Matrix | None, kernels.Matrix | None]:
+    """Return one matrix, and keys and values apart where a file has them in other types."""
+    rows, biases = [part.packed_rows(pack) for part in three], [part.bias for part in three]
+    for i, order in enumerate(orders):
+        if order is not None:
+            rows[i] = rows[i].take(order)
+            biases[i] = None if (bias := biases[i]) is None else bias[order]
+
+    def bias_of(some: Sequence[Tensor | None]) -> Tensor | None:
+        there = [bias for bias in some if bias is not None]
+        return torch.cat(there) if there else None
+
+    if any(len(part) % kernels.panel() for part in rows[:2]):  # they would begin within a panel
+        rows = [part if kernels.joined(rows) else kernels.Rows.of(part.read()) for part in rows]
+    if (joined := kernels.joined(rows)) is not None:
+        return pack(joined, bias_of(biases)), None, None
+    if (joined := kernels.joined(rows[:2])) is not None:
+        return pack(joined, bias_of(biases[:2])), None, pack(rows[2], biases[2])
+    queries, keys, values = (pack(*pair) for pair in zip(rows, biases, strict=True))
+    return queries, keys, values

@@ -155,7 +155,8 @@ def test_rounded_activations(activations: Literal["int16", "int8"], largest: int
 
 def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
     """Returns the weights of an int4 matrix, [O, I]."""
-    panel, inputs = 2 * kernels.lanes(), kernels.library().eyas_dot_inputs()
+    # side by side: dots of pairs are for two limbs alone, as others are summed in 16 bits
+    panel, inputs = 2 * kernels.lanes(), kernels.library().eyas_dot_inputs() if matrix.limbs == 2 else 4
     data = matrix.data.unflatten(1, (-1, 18 * panel))  # panel, group
     bytes_PGsOd = data[:, :, : 16 * panel].unflatten(2, (-1, panel, inputs))
     scale = data[:, :, 16 * panel :].contiguous().view(torch.bfloat16).float()

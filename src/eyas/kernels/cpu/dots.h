@@ -79,13 +79,15 @@ struct GroupScales {
     }
 };
 
-template <int BITS>
+template <int BITS, GroupForm FORM, int LIMBS>
 INLINE IntVec load_integers(const uint8_t* w) {
+    if (small_sums<BITS, FORM, LIMBS>) return packed_bytes(w);
     return BITS == 4 ? packed_nibbles(w) : dot_weights(w);
 }
-template <int BITS, GroupForm FORM>
+template <int BITS, GroupForm FORM, int LIMBS>
 INLINE IntVec integers_of(IntVec loaded, IntVec codes) {
     if (BITS == 8) return loaded;
+    if (small_sums<BITS, FORM, LIMBS>) return loaded & 0x0f0f0f0f;
     return FORM == TABLE ? look_up(codes, low_nibbles(loaded)) : low_nibbles(loaded);
 }
 
@@ -131,12 +133,12 @@ INLINE void for_inputs(const Matrix& matrix, const Grouped<BITS, GROUP, FORM, 3>
         FloatVec scale[2], offset[2];
         const uint8_t* next = scales.read(group + STEPS * STEP, scale, offset);
         for (int step = 0; step < STEPS; step++) {
-            IntVec first = load_integers<BITS>(group + step * STEP),
-                   second = load_integers<BITS>(group + step * STEP + STEP / 2);
+            IntVec first = load_integers<BITS, FORM, 3>(group + step * STEP),
+                   second = load_integers<BITS, FORM, 3>(group + step * STEP + STEP / 2);
             prefetch.issue();
             for (int half = 0; half < 8 / BITS; half++, k += 2) {
-                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
-                             right = integers_of<BITS, FORM>(second, scales.codes);
+                const IntVec left = integers_of<BITS, FORM, 3>(first, scales.codes),
+                             right = integers_of<BITS, FORM, 3>(second, scales.codes);
                 act(k, fma(to_float((left << 16) >> 16), scale[0], offset[0]),
                     fma(to_float((right << 16) >> 16), scale[1], offset[1]));
                 act(k + 1, fma(to_float(left >> 16), scale[0], offset[0]),
@@ -195,12 +197,13 @@ NOINLINE void multiply_tile(const TileInput& in, const Int8Dot<LIMBS>* w, int64_
 }
 
 template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS,
-          std::enable_if_t<digits_of<LIMBS> != 0, int> = 0>
+          std::enable_if_t<PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>>::digits != 0, int> = 0>
 NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, FORM, LIMBS>* w,
                             int64_t inputs, Prefetch prefetch, const float*, const float* bias,
                             float* y, int64_t ldy, Epilogue epilogue) {
-    constexpr int DIGITS = digits_of<LIMBS>, N = ROWS * DIGITS, STEP = DOT_INPUTS * PANEL,
-                  STEPS = PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>>::steps;
+    typedef PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>> F;
+    constexpr int DIGITS = F::digits, N = ROWS * DIGITS, STEP = F::inputs * PANEL, STEPS = F::steps;
+    constexpr bool SMALL = small_sums<BITS, FORM, LIMBS>;
     FloatVec sums[ROWS][2] = {};
     GroupScales scales(*in.matrix, STEPS * STEP);
     const uint8_t* group = (const uint8_t*)w;
@@ -210,24 +213,36 @@ NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, FORM
         group = scales.enter(group, k);
         IntVec a[N][2];
 #pragma GCC unroll 12
-        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = (FORM == MIN ? 0 : initial[i]) - IntVec{};
+        for (int i = 0; i < N; i++)
+            a[i][0] = a[i][1] = (FORM == MIN || SMALL ? 0 : initial[i]) - IntVec{};
         for (int step = 0; step < STEPS; step++) {
-            IntVec first = load_integers<BITS>(group + step * STEP),
-                   second = load_integers<BITS>(group + step * STEP + STEP / 2);
+            IntVec first = load_integers<BITS, FORM, LIMBS>(group + step * STEP),
+                   second = load_integers<BITS, FORM, LIMBS>(group + step * STEP + STEP / 2);
             prefetch.issue();
 #pragma GCC unroll 2
             for (int half = 0; half < 8 / BITS; half++, digits += 4 * N) {
-                const IntVec left = integers_of<BITS, FORM>(first, scales.codes),
-                             right = integers_of<BITS, FORM>(second, scales.codes);
+                const IntVec left = integers_of<BITS, FORM, LIMBS>(first, scales.codes),
+                             right = integers_of<BITS, FORM, LIMBS>(second, scales.codes);
 #pragma GCC unroll 12
                 for (int i = 0; i < N; i++) {
                     const auto x = load_digit(digits + 4 * i);
-                    add_dot(a[i][0], left, x);
-                    add_dot(a[i][1], right, x);
+                    if constexpr (SMALL) {
+                        add_small_dot(a[i][0], left, x);
+                        add_small_dot(a[i][1], right, x);
+                    } else {
+                        add_dot(a[i][0], left, x);
+                        add_dot(a[i][1], right, x);
+                    }
                 }
                 if (BITS == 4) first = next_nibbles(first), second = next_nibbles(second);
             }
         }
+        if (SMALL)
+#pragma GCC unroll 12
+            for (int i = 0; i < N; i++)
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+                    a[i][half] = pair_sums(a[i][half]) + (FORM == MIN ? 0 : initial[i]);
         FloatVec scale[2], least[2];
         group = scales.read(group + STEPS * STEP, scale, least);
 #pragma GCC unroll 6
@@ -264,7 +279,7 @@ NOINLINE void multiply_tile(const TileInput& in, const Grouped<BITS, GROUP, FORM
 // DOT_INPUTS inputs are `rows` x digits x 4 bytes apart. initial: for each group, what cancels the
 // weights' zero point. Values that are not finite make x_scale NaN.
 #if defined(__AVX512VNNI__)
-template <int LIMBS>
+template <int LIMBS, int>
 static void split_into_digits(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
                               int8_t* limbs, float* x_scale, int32_t* initial) {
     constexpr float LARGEST = largest_quantized<LIMBS>;
@@ -297,12 +312,12 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
     }
 }
 #else
-template <int LIMBS>
+template <int LIMBS, int INPUTS>
 static void split_into_digits(const float* x, int64_t K, int64_t group, int zero, int64_t rows,
                               int8_t* digits, float* x_scale, int32_t* initial) {
     constexpr float LARGEST = largest_quantized<LIMBS>;
-    constexpr int DIGITS = digits_of<LIMBS>;
-    typedef std::conditional_t<DOT_INPUTS == 4, int8_t, int16_t> Digit;
+    constexpr int DIGITS = digits_of<LIMBS, INPUTS>;
+    typedef std::conditional_t<INPUTS == 4, int8_t, int16_t> Digit;
     FloatVec largest = broadcast(1e-30f), broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
         const FloatVec value = load(x + k), size = value < 0 ? -value : value;
@@ -322,9 +337,9 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
             rest = (rest - digit) >> 8;
             Digit narrow[LANES];
             for (int i = 0; i < LANES; i++) narrow[i] = (Digit)digit[i];
-            for (int step = 0; step < LANES / DOT_INPUTS; step++)
-                std::memcpy(digits + ((k / DOT_INPUTS + step) * rows * DIGITS + d) * 4,
-                            narrow + step * DOT_INPUTS, 4);
+            for (int step = 0; step < LANES / INPUTS; step++)
+                std::memcpy(digits + ((k / INPUTS + step) * rows * DIGITS + d) * 4,
+                            narrow + step * INPUTS, 4);
         }
         if ((k + LANES) % group == 0) {
             for (int d = 0; d < DIGITS; d++) {
@@ -345,7 +360,7 @@ static void multiply_tile(const TileInput&, const Int8Dot<LIMBS>*, int64_t, Pref
 template <int ROWS, int BITS, int GROUP, GroupForm FORM, int LIMBS>
 static void multiply_tile(const TileInput&, const Grouped<BITS, GROUP, FORM, LIMBS>*, int64_t,
                           Prefetch, const float*, const float*, float*, int64_t, Epilogue) {}
-template <int LIMBS>
+template <int LIMBS, int>
 static void split_into_digits(const float*, int64_t, int64_t, int, int64_t, int8_t*, float*,
                               int32_t*) {}
 #endif

@@ -210,17 +210,19 @@ static void read_row(int64_t type, const void* row, int64_t count, float* to) {
 }
 
 #if !defined(NO_DOT)
-// Store the integers of a group of output j: bytes, or two nibbles in a byte.
-static inline void store_group(const uint8_t* integer, int64_t group, bool nibbles, int64_t j,
-                               uint8_t* to) {
-    for (int64_t k = 0; k < group; k += DOT_INPUTS * (nibbles ? 2 : 1), to += DOT_INPUTS * PANEL)
-        for (int64_t i = 0; i < DOT_INPUTS; i++)
-            to[j * DOT_INPUTS + i] =
-                nibbles ? integer[k + i] | integer[k + DOT_INPUTS + i] << 4 : integer[k + i];
+// Store the integers of a group of output j, `inputs` of them side by side: bytes, or two nibbles in
+// a byte.
+static inline void store_group(const uint8_t* integer, int64_t group, bool nibbles, int64_t inputs,
+                               int64_t j, uint8_t* to) {
+    for (int64_t k = 0; k < group; k += inputs * (nibbles ? 2 : 1), to += inputs * PANEL)
+        for (int64_t i = 0; i < inputs; i++)
+            to[j * inputs + i] =
+                nibbles ? integer[k + i] | integer[k + inputs + i] << 4 : integer[k + i];
 }
 
 // A panel of grouped weights from rows of the same form.
-static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, uint8_t* panel) {
+static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, int64_t together,
+                        uint8_t* panel) {
     const BlockType& of = *block_type(type);
     const bool nibbles = of.kind <= CODES, super = of.scales >= SUPER, has_min = of.has_min();
     const int64_t integers = of.integer_bytes() * PANEL,
@@ -240,7 +242,7 @@ static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, uint8
             if (super && has_min) put(to + 2 * PANEL, block.least);
             uint8_t* group = to + shared_bytes;
             for (int64_t g = 0; g < of.size / of.group; g++, group += group_bytes) {
-                store_group(block.integer + g * of.group, of.group, nibbles, j, group);
+                store_group(block.integer + g * of.group, of.group, nibbles, together, j, group);
                 uint8_t* scales = group + integers;
                 if (super) {
                     scales[j] = block.number[g];
@@ -259,7 +261,7 @@ static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, uint8
 static constexpr float CLIPPING[] = {1, 0.95, 0.9, 0.85, 0.8, 0.75};
 
 // A panel of int4: nibbles plus 8, and scales in bfloat16.
-static void pack_int4(const float* w, int64_t inputs, uint8_t* panel) {
+static void pack_int4(const float* w, int64_t inputs, int64_t together, uint8_t* panel) {
     constexpr int64_t GROUP = 32;
     for (int64_t k = 0; k < inputs; k += GROUP, panel += GROUP / 2 * PANEL + 2 * PANEL)
         for (int64_t j = 0; j < PANEL; j++) {
@@ -286,13 +288,13 @@ static void pack_int4(const float* w, int64_t inputs, uint8_t* panel) {
                 if (error < least)
                     least = error, best = rounded, std::memcpy(integer, tried, GROUP);
             }
-            store_group(integer, GROUP, true, j, panel);
+            store_group(integer, GROUP, true, together, j, panel);
             std::memcpy(panel + GROUP / 2 * PANEL + 2 * j, &best, 2);
         }
 }
 #else
-static void pack_blocks(int64_t, const int64_t*, int64_t, uint8_t*) {}
-static void pack_int4(const float*, int64_t, uint8_t*) {}
+static void pack_blocks(int64_t, const int64_t*, int64_t, int64_t, uint8_t*) {}
+static void pack_int4(const float*, int64_t, int64_t, uint8_t*) {}
 #endif
 
 // A panel of int8 for dots or for floats; the scales of its outputs.
@@ -316,11 +318,15 @@ static void pack_rows(const Matrix& w, int64_t type, const int64_t* rows, uint8_
     const int64_t K = w.inputs;
     const bool grouped = w.kind > INT8_DOT;
     const bool own = grouped && block_type(type);
+    // inputs side by side
+    const int64_t together = w.kind != NIBBLES && w.kind != NIBBLES_MIN ? DOT_INPUTS
+                             : w.limbs == 2                              ? PanelFormat<Nibbles<2>>::inputs
+                                                                         : PanelFormat<Nibbles<3>>::inputs;
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < w.outputs / PANEL; n++) {
         uint8_t* panel = panels + n * w.panel_bytes;
         if (own) {
-            pack_blocks(type, rows + n * PANEL, K, panel);
+            pack_blocks(type, rows + n * PANEL, K, together, panel);
             continue;
         }
         static thread_local std::vector<float> floats;
@@ -330,7 +336,7 @@ static void pack_rows(const Matrix& w, int64_t type, const int64_t* rows, uint8_
                 read_row(type, (const void*)rows[n * PANEL + j], K, &floats[j * K]);
         const float* x = floats.data();
         if (grouped) {
-            pack_int4(x, K, panel);
+            pack_int4(x, K, together, panel);
         } else if (w.kind == INT8 || w.kind == INT8_DOT) {
             pack_int8(x, K, w.kind == INT8_DOT, panel, scale + n * PANEL);
         } else if (w.kind == BFLOAT16) {

@@ -107,17 +107,31 @@ constexpr int DOT_INPUTS = 4, INT8_ZERO = 0;
 #else
 constexpr bool HAS_DOT = true;
 #endif
-// digits of x that a dot product takes; none: x stays float32
-template <int LIMBS>
-constexpr int digits_of = DOT_INPUTS == 4 ? LIMBS
-                          : LIMBS < 3     ? 1
-                                          : 0;
+// digits of x that a dot product of so many inputs takes; none: x stays float32
+template <int LIMBS, int INPUTS = DOT_INPUTS>
+constexpr int digits_of = INPUTS == 4 ? LIMBS
+                          : LIMBS < 3 ? 1
+                                      : 0;
+
+// Whether products of nibbles and bytes are summed in 16 bits, which hold 32 of them: four inputs at
+// a time where other weights take two (add_small_dot). Two limbs of x are as fast as one number of
+// 16 bits.
+#if defined(SMALL_SUMS)
+template <int BITS, GroupForm FORM, int LIMBS>
+constexpr bool small_sums = BITS == 4 && FORM != TABLE && LIMBS != 2;
+#else
+template <int BITS, GroupForm FORM, int LIMBS>
+constexpr bool small_sums = false;
+static inline IntVec packed_bytes(const uint8_t*) { return IntVec{}; }
+static inline void add_small_dot(IntVec&, IntVec, IntVec) {}
+static inline IntVec pair_sums(IntVec a) { return a; }
+#endif
 
 template <class W>
 struct PanelFormat {
     // at most: the accumulators must fit into registers
     static constexpr int tile_rows = TILE_ROWS;
-    static constexpr int digits = 0, limbs = 0;
+    static constexpr int digits = 0, limbs = 0, inputs = DOT_INPUTS;
     static constexpr int x_bytes = 0;      // of a prepared value of x; 0: x stays float32
     static constexpr bool widens = false;  // weights become floats, and that takes time
     // of the panel, in one step
@@ -142,11 +156,14 @@ struct PanelFormat<BFloat16Dot> : PanelFormat<uint16_t> {
 };
 template <int BITS, int GROUP, GroupForm FORM, int LIMBS>
 struct PanelFormat<Grouped<BITS, GROUP, FORM, LIMBS>> {
-    static constexpr int digits = digits_of<LIMBS>, limbs = LIMBS;
-    // a row has float accumulators beside those of its digits
-    static constexpr int tile_rows = TILE_ROWS / (digits + 1), x_bytes = 4 * digits / DOT_INPUTS;
-    static constexpr int steps = GROUP * BITS / 8 / DOT_INPUTS;  // of a group
-    static constexpr int read_bytes = DOT_INPUTS * PANEL + 2 * PANEL / steps;  // with two bytes of scales
+    static constexpr int inputs = small_sums<BITS, FORM, LIMBS> ? 4 : DOT_INPUTS;  // of a dot product
+    static constexpr int digits = digits_of<LIMBS, inputs>, limbs = LIMBS;
+    // a row has float accumulators beside those of its digits; with small sums, which take long,
+    // they need no registers of their own
+    static constexpr int tile_rows = TILE_ROWS / (small_sums<BITS, FORM, LIMBS> ? digits : digits + 1),
+                         x_bytes = 4 * digits / inputs;
+    static constexpr int steps = GROUP * BITS / 8 / inputs;  // of a group
+    static constexpr int read_bytes = inputs * PANEL + 2 * PANEL / steps;  // with two bytes of scales
     static constexpr bool widens = digits == 0;
     static int64_t group_size(int64_t) { return GROUP; }
 };
@@ -386,7 +403,7 @@ struct PreparedRows {
         int8_t* to = bytes.data() + first * K * F::x_bytes;
         for (int64_t m = first; m < first + rows; m++) {
             if constexpr (F::digits > 0)
-                split_into_digits<F::limbs>(
+                split_into_digits<F::limbs, F::inputs>(
                     x + m * ldx, K, group, zero, rows, to + (m - first) * 4 * F::digits,
                     &x_scale[m], &initial[(first * (K / group) + m - first) * F::digits]);
             else if constexpr (F::x_bytes > 0)

@@ -72,7 +72,7 @@ static inline FloatVec exp_vec(FloatVec x) {
 #if defined(__AVXVNNI__) || defined(EYAS_EMULATE_AVX_VNNI)
 #include "avx_vnni.h"
 #else
-// vpmaddubsw, which multiplies bytes, saturates; vpmaddwd is exact.
+// vpmaddubsw, which multiplies bytes, saturates, but for nibbles; vpmaddwd is exact.
 constexpr int DOT_INPUTS = 2, INT8_ZERO = 0;
 
 static inline IntVec dot_weights(const uint8_t* w) {
@@ -89,5 +89,15 @@ static inline IntVec look_up(IntVec codes, IntVec nibbles) {  // of 16-bit lanes
 }
 static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
     a += (IntVec)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+}
+
+#define SMALL_SUMS
+static inline IntVec packed_bytes(const uint8_t* w) { return (IntVec)_mm256_loadu_si256((const __m256i*)w); }
+// a += products of nibbles (unsigned) and bytes (signed), two in each of its 16-bit lanes
+static inline void add_small_dot(IntVec& a, IntVec w, IntVec x) {
+    a = (IntVec)_mm256_add_epi16((__m256i)a, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+}
+static inline IntVec pair_sums(IntVec a) {  // of 16-bit lanes
+    return (IntVec)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1));
 }
 #endif

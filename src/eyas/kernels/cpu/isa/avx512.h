@@ -117,6 +117,16 @@ static inline IntVec look_up(IntVec codes, IntVec nibbles) {  // of 16-bit lanes
 static inline void add_dot(IntVec& a, IntVec w, IntVec x) {
     a += (IntVec)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 }
+
+#define SMALL_SUMS
+static inline IntVec packed_bytes(const uint8_t* w) { return (IntVec)_mm512_loadu_si512(w); }
+// a += products of nibbles (unsigned) and bytes (signed), two in each of its 16-bit lanes
+static inline void add_small_dot(IntVec& a, IntVec w, IntVec x) {
+    a = (IntVec)_mm512_add_epi16((__m512i)a, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+}
+static inline IntVec pair_sums(IntVec a) {  // of 16-bit lanes
+    return (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
+}
 #else
 #define NO_DOT
 constexpr int SUM_BLOCK = 128;

@@ -20,7 +20,7 @@ from eyas.targets.gguf_files import ADDS_ONE
 
 __all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_packed"]
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # of GGUF files, where they have another name
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # of GGUF files, where they have another name
 LAYER_NORMS = ("nemotron", "stablelm", "starcoder2")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -189,6 +189,10 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
+    if family == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
@@ -211,8 +215,16 @@ def write_gguf(
         ):  # llama.cpp pairs neighbouring dimensions for RoPE
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        if ".experts." in name:
+            gate, up = np.split(array, 2, axis=1)
+            parts = {"gate": gate, "up": up} if name.endswith("gate_up_proj") else {"down": array}
+            for part, of_experts in parts.items():
+                form = gguf.GGMLQuantizationType[kind]
+                data = gguf.quants.quantize(np.ascontiguousarray(of_experts), form)
+                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", data, raw_dtype=form)
+            continue
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if array.ndim == 2:
+        if array.ndim == 2 and not there.endswith("ffn_gate_inp.weight"):
             own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
             form = gguf.GGMLQuantizationType[own]
             writer.add_tensor(there, gguf.quants.quantize(np.ascontiguousarray(array), form), raw_dtype=form)

@@ -64,6 +64,11 @@ MORE = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
     }},
+    "mixtral": {"sliding_window": zoo.WINDOW, **zoo.EXPERTS},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "qwen3_moe": {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [1],
+    },
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"sliding_window": zoo.WINDOW, "original_max_position_embeddings": zoo.CONTEXT, "partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, **zoo.MIXED},

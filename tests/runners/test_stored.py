@@ -41,6 +41,7 @@ llm = eyas.load("some/model", "vanilla", tokenizer=False)
 print(type(llm.target.family.head).__name__)
 """
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TOKENS = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 
 
@@ -72,7 +73,8 @@ def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
-    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=family == "gemma2")
+    more = MOE if "moe" in family else {}
+    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=family == "gemma2", **more)
     llm, plain = load(place), load(place, kernels="off")
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None
@@ -101,14 +103,15 @@ def test_a_gguf_file_keeps_its_own_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3_text", "nemotron", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"]
+    "family", ["gemma2", "gemma3_text", "nemotron", "phi3", "qwen2", "qwen3", "qwen3_moe", "stablelm", "starcoder2"]
 )
 def test_gguf_files_of_families(family: str, tmp_path: Path) -> None:
     """Guards norms to which llama.cpp adds 1, fused matrices, biases, scaled embeddings."""
     file = tmp_path / f"{family}.gguf"
     vocabulary: dict[str, Any] = {"vocab_size": 32064} if family == "phi3" else {"tokens": TOKENS}
     gemma = family.startswith("gemma")
-    write_gguf(file, "Q8_0", family=family, eager=family == "gemma2", tie_word_embeddings=gemma, **vocabulary)
+    more = MOE if "moe" in family else {}
+    write_gguf(file, "Q8_0", family=family, eager=family == "gemma2", tie_word_embeddings=gemma, **vocabulary, **more)
     llm, plain = load(file), load(file, kernels="off")
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None

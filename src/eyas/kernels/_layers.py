@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from ctypes import byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -16,7 +17,7 @@ from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
 from eyas.kernels._records import address, floats
 
-__all__ = ["HEAD_DIMS", "Layer", "LayerSizes", "Layers", "Pass"]
+__all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass"]
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
@@ -65,6 +66,30 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of an MLP.
+
+    Attributes:
+        gate_up: of each expert, as in `Layer`.
+        top: experts of a token.
+        normed: a token's weights sum to 1; otherwise they are probabilities among all experts.
+    """
+
+    router: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    top: int
+    normed: bool
+
+    @cached_property
+    def record(self) -> _records.Experts:
+        arrays = [(_records.Matrix * len(one))(*(m.record for m in one)) for one in (self.gate_up, self.down)]
+        made = _records.Experts(self.router.record, *map(addressof, arrays), len(self.gate_up), self.top, self.normed)
+        made.arrays = arrays  # they live as long as the record
+        return made
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer's weights.
 
@@ -75,12 +100,13 @@ class Layer:
         k: keys, and `v` values, if they are not in `qkv`.
         attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
+        experts: instead of `gate_up` and `down`.
     """
 
     qkv: Matrix
     o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Matrix | None
+    down: Matrix | None
     norm: Tensor | None
     mlp_norm: Tensor | None
     q_norm: Tensor | None = None
@@ -93,10 +119,11 @@ class Layer:
     attention_norm: Tensor | None = None
     output_norm: Tensor | None = None
     rope: int = 0
+    experts: Experts | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All of them."""
+        """All of them, without experts."""
         return tuple(m for m in (self.qkv, self.k, self.v, self.o, self.gate_up, self.down) if m is not None)
 
     @property
@@ -105,7 +132,8 @@ class Layer:
         norms = map(address, (self.norm, self.mlp_norm, self.q_norm, self.k_norm))
         records = (_records.Matrix() if m is None else m.record for m in matrices)
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
-        return _records.Layer(*records, *norms, self.window, *more, self.rope)
+        experts = None if self.experts is None else addressof(self.experts.record)
+        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts)
 
 
 @dataclass(frozen=True)
@@ -141,14 +169,16 @@ class Layers:
         self.threads = threads
         self._shape = shape.record
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
+        self._experts = [layer.experts for layer in layers if layer.experts is not None]
         self._buffers: dict[str, Tensor] = {}
         self._addresses: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by tokens, threads, score stride
         self.lock = threading.Lock()  # lock of the buffers, as other Python threads run during a call
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that a pass reads."""
-        return sum(m.bytes for layer in self.layers for m in layer.matrices)
+        """Bytes of weights that a pass over a token reads."""
+        dense = sum(m.bytes for layer in self.layers for m in layer.matrices)
+        return dense + sum(e.router.bytes + e.top * (e.gate_up[0].bytes + e.down[0].bytes) for e in self._experts)
 
     def __call__(self, x_MD: Tensor, forward: Pass, tapped: Sequence[int] = (), taps_MF: Tensor | None = None) -> None:
         """Run x [M, D] through all layers, in place.
@@ -210,6 +240,9 @@ class Layers:
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,
                 "branch": M * size.hidden,
+                "routed": max((M * (2 * size.hidden + e.top + e.router.padded) for e in self._experts), default=0),
+                # as int64, which takes two of them
+                "routes": max((4 * M * e.top + 2 * len(e.down) + 2 for e in self._experts), default=0),
             }
             for name, needed in counts.items():
                 if name not in self._buffers or self._buffers[name].numel() < needed:

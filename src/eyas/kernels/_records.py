@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "KINDS", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions", "address", "flags", "floats", "longs",
+    "KINDS", "Experts", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions",
+    "address", "flags", "floats", "longs",
 ]  # fmt: skip
 
 # of matrices, as in cpu/records.h
@@ -58,6 +59,16 @@ class Layer(ctypes.Structure):
         ("window", c_int64),
         *((name, c_void_p) for name in ("norm_bias", "mlp_norm_bias", "attention_norm", "output_norm")),
         ("rope", c_int64),
+        ("experts", c_void_p),
+    )
+
+
+class Experts(ctypes.Structure):
+    _fields_ = (
+        ("router", Matrix),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        *((name, c_int64) for name in ("count", "top", "normed")),
     )
 
 
@@ -87,7 +98,7 @@ class Pass(ctypes.Structure):
         ),
         ("table", c_int64),
         ("score_stride", c_int64),
-        *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores", "branch")),
+        *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores", "branch", "routed", "routes")),
         ("threads", c_int64),
     )
 

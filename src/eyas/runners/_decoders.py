@@ -22,7 +22,7 @@ from eyas.kernels import HEAD_DIMS, LayerSizes, ThreadCount
 from eyas.runners._comparison import UnsuitedError
 from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._packing import Packing
-from eyas.runners.stored import StoredLinear
+from eyas.runners.stored import StoredExperts, StoredLinear
 
 __all__ = ["FAMILIES", "angles", "final_norm", "packed_layers", "refuse", "sizes_of"]
 
@@ -35,7 +35,8 @@ class Decoder:
         norms: names of the norms before attention, of its output, before the MLP, of its output; "": there is none.
         head_norms: names of the norms of queries and keys, of a layer that has them.
         head_norm: where these are (`LayerSizes`).
-        mlp: names of the MLP's matrices; two: it has no gates, or "gate_up_proj" holds both.
+        mlp: names of the MLP's matrices; two: it has no gates, or "gate_up_proj" holds both. An MLP with experts has
+            others (`Mixture`).
         centred: norms subtract the mean (LayerNorm).
         plus_one: norms multiply by 1 + weight.
         parallel: attention and MLP read the same input.
@@ -63,7 +64,7 @@ GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm
 ONE_NORM = ("input_layernorm", "", "", "")
 FUSED = ("gate_up_proj", "down_proj")
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "granite", "seed_oss"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "seed_oss"), LLAMA),
     "arcee": Decoder(mlp=("up_proj", "down_proj")),
     "cohere": Decoder(ONE_NORM, centred=True, parallel=True, interleaved=True),
     "cohere2": Decoder(
@@ -81,6 +82,7 @@ FAMILIES = {
     "nemotron": Decoder(mlp=("up_proj", "down_proj"), centred=True, plus_one=True),
     "olmo2": Decoder(OLMO, head_norm="whole"),
     "olmo3": Decoder(OLMO, head_norm="whole"),
+    "olmoe": Decoder(head_norm="whole"),
     "phi": Decoder(
         ONE_NORM, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm", centred=True, parallel=True
     ),
@@ -116,22 +118,46 @@ class Part(NamedTuple):
         return pack.rows(self.module).take(self.rows)
 
 
+class Mixture(NamedTuple):
+    """The modules of an MLP with experts: gate_up_proj [E, 2 I, D] and down_proj [E, D, I] of `experts`."""
+
+    router: Any
+    experts: Any
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        experts = self.experts
+        if isinstance(experts, StoredExperts):
+            count, (inner, D) = len(experts.gates), experts.gates[0].shape
+            return tuple(self.router.weight.shape), (count, 2 * inner, D), (count, D, inner)
+        return tuple(tuple(x.shape) for x in (self.router.weight, experts.gate_up_proj, experts.down_proj))
+
+
 class Parts(NamedTuple):
-    """The modules of a layer. An MLP without gates has no `gate`."""
+    """The modules of a layer. An MLP without gates has no `gate`, and one with experts is a `mixture`."""
 
     q: Part
     k: Part
     v: Part
     o: Part
     gate: Part | None
-    up: Part
-    down: Part
+    up: Part | None
+    down: Part | None
+    mixture: Mixture | None
     norms: tuple[Any, ...]  # four, as in `Decoder.norms`; None for no norm
     head_norms: tuple[Any, Any]
 
     @property
     def linears(self) -> list[Part]:
         return [part for part in self[:7] if part is not None]
+
+    @property
+    def inner(self) -> int:
+        """The width of the MLP, or of an expert."""
+        if self.mixture is not None:
+            return self.mixture.shapes[2][2]
+        assert self.up is not None
+        return self.up.shape[0]
 
 
 def _decoder(target: Target) -> Decoder:
@@ -147,18 +173,24 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
         q, k, v = (Part(attention.qkv_proj, slice(*pair)) for pair in itertools.pairwise(ends))
     else:
         q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
-    matrices = [Part(getattr(mlp, name)) for name in decoder.mlp]
-    gate: Part | None = None
-    if len(matrices) == 3:
-        gate, up, down = matrices
-    else:
-        up, down = matrices
-        if "gate_up_proj" in decoder.mlp:
-            half = up.module.out_features // 2
-            gate, up = Part(up.module, slice(0, half)), Part(up.module, slice(half, 2 * half))
+    mixture = Mixture(mlp.gate, mlp.experts) if hasattr(mlp, "experts") else None
+    gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
     norms = tuple(getattr(layer, name) if name else None for name in decoder.norms)
     of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
-    return Parts(q, k, v, Part(getattr(attention, decoder.output)), gate, up, down, norms, (of_queries, of_keys))
+    output = Part(getattr(attention, decoder.output))
+    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys))
+
+
+def _dense(mlp: Any, decoder: Decoder) -> tuple[Part | None, Part, Part]:
+    """Return gates (None: it has none), the other first matrix and the last one."""
+    matrices = [Part(getattr(mlp, name)) for name in decoder.mlp]
+    if len(matrices) == 3:
+        return matrices[0], matrices[1], matrices[2]
+    up, down = matrices
+    if "gate_up_proj" not in decoder.mlp:
+        return None, up, down
+    half = up.module.out_features // 2
+    return Part(up.module, slice(0, half)), Part(up.module, slice(half, 2 * half)), down
 
 
 def _every(target: Target) -> Iterator[tuple[Any, Parts]]:
@@ -193,6 +225,8 @@ def refuse(target: Target) -> None:
     for one in [each for each in rope.values() if isinstance(each, dict)] or [rope]:
         if one.get("rope_type", "default") not in ROPES:
             raise UnsuitedError(f"the kernels do not know its rotary positions ({one.get('rope_type')})")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnsuitedError("the kernels do not clip queries, keys and values")
     if getattr(config, "use_parallel_residual", False):
         raise UnsuitedError("the kernels do not know parallel residual streams")
     decoder = _decoder(target)
@@ -228,16 +262,17 @@ def sizes_of(target: Target) -> LayerSizes:
     first, parts = next(_every(target))
     attention, D = first.self_attn, target.hidden_size
     named = ("act_fn", "activation_fn", "act")
-    activation = next((getattr(first.mlp, name) for name in named if hasattr(first.mlp, name)), None)
+    mlp = first.mlp if parts.mixture is None else parts.mixture.experts
+    activation = next((getattr(mlp, name) for name in named if hasattr(mlp, name)), None)
     kind = ACTIVATIONS.get(type(activation).__name__, "")
-    name = kind if parts.gate is None else f"{kind}_gated"
+    name = kind if parts.gate is None and parts.mixture is None else f"{kind}_gated"
     if name not in kernels.ACTIVATIONS:
         raise UnsuitedError(f"the kernels do not know the activation {type(activation).__name__} of this MLP")
     cap = getattr(attention, "attn_logit_softcapping", None) or 0.0
     if target.model.config._attn_implementation != "eager":  # the others of transformers leave it out
         cap = 0.0
     return LayerSizes(
-        D, heads, kv_heads, int(attention.head_dim), max(parts.up.shape[0] for _, parts in _every(target)),
+        D, heads, kv_heads, int(attention.head_dim), max(parts.inner for _, parts in _every(target)),
         norm_eps(next(norm for norm in parts.norms if norm is not None)), float(attention.scaling),
         rotary=angles(target, 1)[0].shape[-1], softcap=float(cap),
         residual=float(getattr(first, "residual_multiplier", 1.0)), activation=name,
@@ -249,34 +284,45 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     """Return which part of a layer has other sizes or settings, or another kind of module; "" for none. The kernels would
     read past its weights."""
     attention, D, h, whole = layer.self_attn, size.hidden, size.head_dim, size.head_norm == "whole"
-    inner, queries, keys = parts.up.shape[0], size.heads * size.head_dim, size.kv_heads * size.head_dim
-    shapes = [
-        (queries, D),
-        (keys, D),
-        (keys, D),
-        (D, queries),
-        *[(inner, D)] * (1 + (parts.gate is not None)),
-        (D, inner),
-    ]
-    faults = list(map(_weight_fault, parts.linears, shapes))
+    inner, queries, keys = parts.inner, size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = ((queries, D), (keys, D), (keys, D), (D, queries), (inner, D), (inner, D), (D, inner))
+    faults = [_weight_fault(part, shape) for part, shape in zip(parts[:7], shapes, strict=True) if part is not None]
+    if parts.mixture is not None:
+        faults.append(_mixture_fault(parts.mixture, D, inner))
     faults += [_norm_fault(norm, (D,), size.eps) for norm in parts.norms if norm is not None]
     widths = (queries, keys) if whole else (h, h)
     faults += [
         _norm_fault(norm, (width,), size.eps) for norm, width in zip(parts.head_norms, widths, strict=True) if norm
     ]
-    gated = (parts.gate or parts.up, parts.up)
-    if any(len({part.module.bias is None for part in group}) > 1 for group in (parts[:3], gated)):
+    groups = [[part for part in group if part is not None] for group in (parts[:3], (parts.gate, parts.up))]
+    if any(len({part.module.bias is None for part in group}) > 1 for group in groups):
         faults.append("some of its matrices have biases, and some none")
     if (attention.head_dim, attention.scaling) != (h, size.scale):
         faults.append("its heads have another width or scale")
     if getattr(layer, "residual_multiplier", 1.0) != size.residual:
         faults.append("its residual stream has another factor")
-    read = {id(module) for module in (*(part.module for part in parts.linears), *parts.norms, *parts.head_norms)}
+    matrices = (part.module for part in parts.linears)
+    read = {id(module) for module in (*matrices, *parts.norms, *parts.head_norms, *(parts.mixture or ()))}
     for name, module in layer.named_modules():
         is_weight = isinstance(module, nn.Linear) or any(True for _ in module.parameters(recurse=False))
         if is_weight and id(module) not in read:
             faults.append(f"{name} is not in the kernels' table")
     return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
+
+
+def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
+    """Return the description of experts that do not have these sizes."""
+    count = mixture.shapes[0][0]
+    fits = mixture.shapes == ((count, D), (count, 2 * inner, D), (count, D, inner))
+    weights, known = (
+        [x for module in mixture for x in module.parameters()],
+        1 if isinstance(mixture.experts, StoredExperts) else 3,
+    )
+    return (
+        ""
+        if fits and len(weights) == known and {x.dtype for x in weights} == {torch.float32}
+        else one_line(mixture, 120)
+    )
 
 
 def _weight_fault(part: Part, shape: tuple[int, int]) -> str:
@@ -361,16 +407,14 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
     qkv, k, v = _queries_keys_values(parts[:3], [*orders, None], pack)
     norms = [_norm_weights(norm, decoder) for norm in parts.norms]
     q_norm, k_norm = (_norm_weights(norm, decoder)[0] for norm in parts.head_norms)
-    up = parts.up.packed_rows(pack)
-    if parts.gate is None:
-        gate_up = pack(up, parts.up.bias)
-    else:
-        gate_up = pack.gated(parts.gate.packed_rows(pack), up, (parts.gate.bias, parts.up.bias))
+    o = pack(parts.o.packed_rows(pack), parts.o.bias)
+    gate_up, down, experts = _mlp(parts, pack)
     return kernels.Layer(
         qkv=qkv,
-        o=pack(parts.o.packed_rows(pack), parts.o.bias),
+        o=o,
         gate_up=gate_up,
-        down=pack(parts.down.packed_rows(pack), parts.down.bias),
+        down=down,
+        experts=experts,
         norm=norms[0][0],
         norm_bias=norms[0][1],
         attention_norm=norms[1][0],
@@ -383,6 +427,37 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
         rope=rope,
         k=k,
         v=v,
+    )
+
+
+def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Matrix | None, kernels.Experts | None]:
+    """Return both matrices of an MLP, or its experts."""
+    if parts.mixture is not None:
+        return None, None, _experts(parts.mixture, parts.inner, pack)
+    assert parts.up is not None
+    assert parts.down is not None
+    up = parts.up.packed_rows(pack)
+    if parts.gate is None:
+        gate_up = pack(up, parts.up.bias)
+    else:
+        gate_up = pack.gated(parts.gate.packed_rows(pack), up, (parts.gate.bias, parts.up.bias))
+    return gate_up, pack(parts.down.packed_rows(pack), parts.down.bias), None
+
+
+def _experts(mixture: Mixture, inner: int, pack: Packing) -> kernels.Experts:
+    """Return the experts, packed. The router stays exact: by rounded scores a token would go through other experts."""
+    router, experts = mixture
+    if isinstance(experts, StoredExperts):
+        pairs, last = list(zip(experts.gates, experts.ups, strict=True)), experts.downs
+    else:
+        both, last = (list(map(kernels.Rows.of, weight)) for weight in (experts.gate_up_proj, experts.down_proj))
+        pairs = [(rows.take(slice(0, inner)), rows.take(slice(inner, None))) for rows in both]
+    return kernels.Experts(
+        router=pack(kernels.Rows.of(router.weight), None, kernels.EXACT),
+        gate_up=tuple(pack.gated(*pair) for pair in pairs),
+        down=tuple(map(pack, last)),
+        top=int(router.top_k),
+        normed=bool(getattr(router, "norm_topk_prob", True)),
     )
 
 

@@ -29,7 +29,7 @@ from eyas.core.target import Target
 from eyas.errors import FitError
 from eyas.files import sync_folder, user_cache
 from eyas.kernels import Matrix, Memory, Rows, WeightFormat
-from eyas.runners.stored import Checkpoint, StoredLinear, stored_in
+from eyas.runners.stored import Checkpoint, StoredExperts, StoredLinear, stored_in
 from eyas.targets.kept import limit_bytes, remove_unused
 
 __all__ = ["Packing", "check_fit", "packing_of", "weights_that_fit"]
@@ -191,7 +191,10 @@ def weights_that_fit(target: Target) -> str:
 def _bytes(target: Target, weight_format: WeightFormat) -> int:
     """Return how much the packed weights take."""
     linears = [module for module in target.model.modules() if isinstance(module, StoredLinear)]
-    return sum(kernels.packed_bytes(module.stored_rows, weight_format) for module in linears)
+    experts = [module for module in target.model.modules() if isinstance(module, StoredExperts)]
+    rows = [module.stored_rows for module in linears]
+    rows += [one for module in experts for part in (module.gates, module.ups, module.downs) for one in part]
+    return sum(kernels.packed_bytes(one, weight_format) for one in rows)
 
 
 def _cache_bytes(target: Target) -> int:

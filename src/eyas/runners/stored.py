@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,14 +35,18 @@ from eyas.files import kept_sha256
 from eyas.kernels import Rows
 
 __all__ = [
-    "INDEX", "Checkpoint", "Entry", "MappedFile", "StoredLinear", "few_outputs", "open_safetensors", "settings_of",
-    "shards_of", "stored_in",
+    "INDEX", "Checkpoint", "Entry", "MappedFile", "StoredExperts", "StoredLinear", "few_outputs", "open_safetensors",
+    "settings_of", "shards_of", "stored_in",
 ]  # fmt: skip
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
 TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
 FEW = 256  # logits that are computed to learn about a model
 INDEX = "model.safetensors.index.json"
+# names of an expert's matrices: in files by transformers' classes of today, by Mixtral's, and in GGUF files, which hold the
+# matrices of all experts as one tensor
+EXPERTS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+MIXTRAL = ("mlp.", "block_sparse_moe.")  # a module's name in transformers, and in files
 HEADER = 8  # bytes of a safetensors file that say how long its header is
 
 
@@ -50,7 +55,7 @@ class Entry(NamedTuple):
 
     file: int
     type: int  # its number in GGUF files
-    shape: tuple[int, ...]  # [outputs, inputs] or [width]
+    shape: tuple[int, ...]  # [outputs, inputs], [width] or [experts, outputs, inputs]
     offset: int  # bytes
     heads: int = 0  # whose rows are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers
     more: int = 0  # how much larger its numbers are than in transformers: 1 in norms that multiply by 1 + weight
@@ -130,6 +135,31 @@ class StoredEmbedding(nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+class StoredExperts(nn.Module):
+    """The experts of a layer, whose weights stay in their files.
+
+    Attributes:
+        gates, ups, downs: the rows of each expert.
+        computed: whether `forward` computes them; else it returns zeros (`few_outputs`).
+    """
+
+    def __init__(self, act_fn: Any, gates: Sequence[Rows], ups: Sequence[Rows], downs: Sequence[Rows]) -> None:
+        super().__init__()
+        self.act_fn: Any = act_fn
+        self.computed = True
+        self.gates, self.ups, self.downs = gates, ups, downs
+
+    def forward(self, x_MD: Tensor, chosen_Mk: Tensor, weight_Mk: Tensor) -> Tensor:
+        """Return the weighted sums [M, D] of the chosen experts' outputs."""
+        total_MD = torch.zeros_like(x_MD)
+        for e in torch.unique(chosen_Mk).tolist() if self.computed else ():
+            m, place = torch.where(chosen_Mk == e)
+            first, second = (F.linear(x_MD[m], rows[e].read()) for rows in (self.gates, self.ups))
+            output = F.linear(self.act_fn(first) * second, self.downs[e].read())
+            total_MD.index_add_(0, m, output * weight_Mk[m, place, None])
+        return total_MD
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The files of a model.
@@ -203,8 +233,13 @@ class Checkpoint:
         model.eyas_checkpoint, model.eyas_state = self, self.state  # the latter for `targets.loading.version_of`
         return model.eval()
 
-    def _store(self, parent: nn.Module, place: str, name: str, module: nn.Module, config: Any) -> None:
-        """Replace a linear layer or an embedding by one whose weight stays in the file."""
+    def _store(self, parent: nn.Module, place: str, name: str, module: Any, config: Any) -> None:
+        """Replace a linear layer, an embedding or experts by one whose weight stays in the file."""
+        if place == "experts" and hasattr(module, "gate_up_proj"):
+            count, double, D = module.gate_up_proj.shape
+            shapes = {"gate": (double // 2, D), "up": (double // 2, D), "down": (D, double // 2)}
+            parts = [self._expert_rows(name, kind, (count, *shape)) for kind, shape in shapes.items()]
+            setattr(parent, place, StoredExperts(module.act_fn, *parts))
         if not isinstance(module, nn.Linear | nn.Embedding):
             return
         key = f"{name}.weight"
@@ -219,8 +254,22 @@ class Checkpoint:
             bias = None if module.bias is None else self.tensor(f"{name}.bias", module.bias.shape)
             setattr(parent, place, StoredLinear(rows, bias))
 
+    def _expert_rows(self, name: str, kind: str, shape: tuple[int, int, int]) -> list[Rows]:
+        """Return the rows of each expert's matrix of this kind."""
+        count, outputs, inputs = shape
+        today, mixtral = EXPERTS[kind]
+        at = re.search(r"layers\.(\d+)\.", name)
+        whole = "" if at is None else f"blk.{at[1]}.ffn_{kind}_exps.weight"
+        if whole in self.tensors:
+            entry = self._entry(whole, shape)
+            begin = self.files[entry.file].address + entry.offset
+            rows = Rows.at(begin, entry.type, count * outputs, inputs, self)
+            return [rows.take(slice(e * outputs, (e + 1) * outputs)) for e in range(count)]
+        stem = today if f"{name}.0.{today}.weight" in self.tensors else mixtral
+        return [self.rows(f"{name}.{e}.{stem}.weight", (outputs, inputs)) for e in range(count)]
+
     def _entry(self, name: str, shape: Sequence[int]) -> Entry:
-        entry = self.tensors.get(name)
+        entry = self.tensors.get(name) or self.tensors.get(name.replace(*MIXTRAL))
         if entry is None:
             raise ModelError(f"{self.files[0].path} lacks the tensor {name}")
         if entry.shape != tuple(shape):
@@ -239,13 +288,18 @@ def few_outputs(model: Any) -> Iterator[None]:
     results have the right sizes, and little is read."""
     layers = {id(module) for module in model.get_decoder().modules()}
     linears = [module for module in model.modules() if isinstance(module, StoredLinear)]
+    experts = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for module in linears:
         module.computed = 0 if id(module) in layers else min(FEW, module.out_features)
+    for one in experts:
+        one.computed = False
     try:
         yield
     finally:
         for module in linears:
             module.computed = module.out_features
+        for one in experts:
+            one.computed = True
 
 
 def open_safetensors(folder: Path) -> Checkpoint | None:

@@ -44,11 +44,13 @@ __all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
-FORMAT = 6  # version of the kept folders; a folder of another version is made again
+FORMAT = 7  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
+# Fields that transformers does not take for every family, and its names for them
+WIDTHS = {".attention.key_length": "head_dim", ".expert_feed_forward_length": "moe_intermediate_size"}
 ADDS_ONE = ("gemma2", "gemma3", "nemotron")  # architectures whose norms multiply by 1 + weight
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
 SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
@@ -217,9 +219,10 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
     with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
         file = GGUFReader(path)
     config = keywords["config"]
-    width = next((field for name, field in file.fields.items() if name.endswith(".attention.key_length")), None)
-    if width is not None and hasattr(config, "head_dim"):
-        config.head_dim = int(width.contents())  # which transformers does not take for every family
+    for end, setting in WIDTHS.items():
+        width = next((field for name, field in file.fields.items() if name.endswith(end)), None)
+        if width is not None and hasattr(config, setting):
+            setattr(config, setting, int(width.contents()))
     ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
     eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
     if weights:

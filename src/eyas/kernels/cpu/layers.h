@@ -317,6 +317,66 @@ static void add_branch(const float* norm, const Shape& s, int64_t M, float* y, f
     }
 }
 
+// The experts of a token, ascending, and their weights, from the router's scores.
+static void choose_experts(const Experts& e, const float* score, int64_t* chosen, float* weight) {
+    float largest = score[0], total = 0;
+    for (int64_t i = 1; i < e.count; i++) largest = std::max(largest, score[i]);
+    for (int64_t j = 0; j < e.top; j++) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < e.count; i++)
+            if ((best < 0 || score[i] > score[best]) && std::find(chosen, chosen + j, i) == chosen + j)
+                best = i;
+        chosen[j] = best;
+    }
+    std::sort(chosen, chosen + e.top);
+    for (int64_t j = 0; j < e.top; j++) weight[j] = std::exp(score[chosen[j]] - largest);
+    if (e.normed)
+        for (int64_t j = 0; j < e.top; j++) total += weight[j];
+    else
+        for (int64_t i = 0; i < e.count; i++) total += std::exp(score[i] - largest);
+    for (int64_t j = 0; j < e.top; j++) weight[j] /= total;
+}
+
+// y [M, D] = the experts' outputs for x [M, D], weighted. Experts are summed in ascending order, so a
+// token's sum does not depend on the other tokens.
+static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const float* x, float* y) {
+    const int64_t M = p.tokens(), D = s.hidden;
+    float *gathered = p.routed, *out = gathered + M * D, *score = out + M * D,
+          *weight = score + M * e.router.outputs;
+    int64_t *chosen = p.routes, *order = chosen + M * e.top, *begin = order + M * e.top;
+    linear(e.router, x, D, M, score, e.router.outputs, STORE);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        choose_experts(e, score + m * e.router.outputs, chosen + m * e.top, weight + m * e.top);
+        std::memset(y + m * D, 0, D * sizeof(float));
+    }
+#pragma omp single
+    {  // the places of `chosen` that name expert i: order[begin[i]] to order[begin[i + 1] - 1]
+        std::fill(begin, begin + e.count + 1, 0);
+        for (int64_t i = 0; i < M * e.top; i++) begin[chosen[i] + 1]++;
+        for (int64_t i = 0; i < e.count; i++) begin[i + 1] += begin[i];
+        for (int64_t i = M * e.top - 1; i >= 0; i--) order[--begin[chosen[i] + 1]] = i;
+        for (int64_t i = 0; i < e.count; i++) begin[i] = begin[i + 1];
+        begin[e.count] = M * e.top;
+    }
+    for (int64_t i = 0; i < e.count; i++) {
+        const int64_t* places = order + begin[i];
+        const int64_t count = begin[i + 1] - begin[i];
+        if (!count) continue;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < count; n++)
+            std::memcpy(gathered + n * D, x + places[n] / e.top * D, D * sizeof(float));
+        linear(e.gate_up[i], gathered, D, count, p.inner, s.inner, (Epilogue)s.activation);
+        linear(e.down[i], p.inner, s.inner, count, out, D, STORE);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < count; n++) {
+            float* sum = y + places[n] / e.top * D;
+            for (int64_t d = 0; d < D; d += LANES)
+                store(sum + d, fma(broadcast(weight[places[n]]), load(out + n * D + d), load(sum + d)));
+        }
+    }
+}
+
 // A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of
 // the norm of x, or null.
 static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
@@ -353,6 +413,10 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
         add_branch(layer.attention_norm, s, M, p.branch, x);
     }
     if (!s.parallel) input = layer.mlp_norm ? normed_rows(thread, x, before_mlp, M, D, p.normed) : x;
+    if (layer.experts) {
+        mix_experts(*layer.experts, s, p, input, p.branch);
+        return add_branch(layer.output_norm, s, M, p.branch, x);
+    }
     linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);
     if (s.adds_plainly(layer.output_norm)) {
         linear(layer.down, p.inner, s.inner, M, x, D, ADD);

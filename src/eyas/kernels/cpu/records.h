@@ -37,6 +37,14 @@ struct Matrix {
     bool has_min() const { return kind == NIBBLES_MIN || kind == BYTES32_MIN; }
 };
 
+// The experts of an MLP. A token goes through the `top` of them that the router scores highest.
+struct Experts {
+    Matrix router;
+    const Matrix *gate_up, *down;  // [count]
+    int64_t count, top;
+    int64_t normed;  // a token's weights sum to 1; otherwise they are probabilities among all experts
+};
+
 struct Layer {
     // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
     // first matrix
@@ -47,6 +55,7 @@ struct Layer {
     const float *norm_bias, *mlp_norm_bias;         // of norms that are centred; null: none
     const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
     int64_t rope;                                   // its table of angles; -1: it does not rotate
+    const Experts* experts;                         // instead of gate_up and down; null: none
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
@@ -100,8 +109,10 @@ struct Pass {
     int64_t
         score_stride;  // floats of a query's scores: at least 2 vectors more than its visible slots
     // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x (H + 2K) h; M x H h; M x inner;
-    // threads x MAX_PAIRS x score_stride; and M x D floats.
-    float *normed, *qkv, *context, *inner, *scores, *branch;
+    // threads x MAX_PAIRS x score_stride; and M x D floats. With experts, M (2 D + top + outputs of
+    // the router) floats, and 2 M top + count + 1 integers.
+    float *normed, *qkv, *context, *inner, *scores, *branch, *routed;
+    int64_t* routes;
     int64_t threads;
 
     int64_t first(int64_t row) const { return begin ? begin[row] : row * queries; }

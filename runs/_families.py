@@ -25,7 +25,6 @@ from eyas.core.target import Target
 from eyas.drafters import Drafter
 from eyas.errors import ModelError
 from eyas.runners import UnsuitedError, make_cpu_runner
-from eyas.runners.cpu import FAMILIES as KERNEL_FAMILIES
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import zoo
@@ -280,12 +279,16 @@ def _try_method(target: Target, name: str, requests: list[Request], answers: lis
 
 
 def _kernels(target: Target) -> dict[str, Any]:
-    """Whether the C++ kernels run models of this type, with heads of a width that they know."""
-    model_type = target.family.model_type
-    if model_type not in KERNEL_FAMILIES:
-        return {"kernels": False}
+    """Whether the C++ kernels run models of this type, with widths that they know."""
+    config = target.model.config
     try:
-        make_cpu_runner(Target(zoo.tiny(model_type, head_dim=16)))
+        make_cpu_runner(target)
+    except UnsuitedError as why:
+        if "do not know the family" in str(why):
+            return {"kernels": False}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    try:
+        make_cpu_runner(Target(zoo.tiny(config.model_type, eager=config._attn_implementation == "eager", **sizes)))
     except UnsuitedError as why:
         return {"kernels": False, "why_no_kernels": str(why)}
     return {"kernels": True}

@@ -9,12 +9,11 @@ by a logit or more, which is more than bfloat16's error.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +99,9 @@ def find_prompts(target: Target) -> Iterator[list[int]]:
             yield prompt
 
 
-def record(case: Case, number: int, prompt: list[int], target: Target, eyas: Eyas) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def record(
+    case: Case, number: int, prompt: list[int], target: Target, eyas: Eyas
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Decode a case by both; return what JSON keeps, and arrays."""
     ids, cycles = Decoder(DATA, case, target).generate(prompt)
     seen: list[Any] = []
@@ -115,7 +116,13 @@ def record(case: Case, number: int, prompt: list[int], target: Target, eyas: Eya
         assert verdict.path_BP[0, : len(cycle.path)].tolist() == cycle.path, case.name
         assert np.abs(draft.log_q_BN[0].numpy() - log_q).max() < AGREE, case.name
         assert np.abs(scores[0].numpy() - cycle.logits_NV).max() < AGREE, case.name
-        one = {"length": cycle.length, "tokens": cycle.tokens, "parents": cycle.parents, "path": cycle.path, "bonus": cycle.bonus}
+        one = {
+            "length": cycle.length,
+            "tokens": cycle.tokens,
+            "parents": cycle.parents,
+            "path": cycle.path,
+            "bonus": cycle.bonus,
+        }
         kept.append({**one, "log_q": [round(float(x), 5) for x in log_q]})
         if number == 0 and c < CYCLES:
             expanded = [n for n, node in enumerate(cycle.nodes) if node.logits is not None]
@@ -129,6 +136,8 @@ def record(case: Case, number: int, prompt: list[int], target: Target, eyas: Eya
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.set_num_threads(1)
     target, eyas = Target(DATA / "target"), Eyas(DATA)
     prompts = [prompt for prompt, _ in zip(find_prompts(target), range(PROMPTS), strict=False)]
     assert len(prompts) == PROMPTS, "too few prompts are far from ties: train other weights"
@@ -147,9 +156,10 @@ def main() -> None:
     positions = range(PROMPT, PROMPT + 40)
     arrays["noise.7.target"] = np.stack([noise.gumbel(TARGET, n, target.config["vocab_size"]) for n in positions])
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, DATA / "vectors.safetensors")
-    (DATA / "vectors.json").write_text(json.dumps({"prompts": prompts, "first_noise": PROMPT, "cases": answers}, separators=(",", ":")) + "\n")
+    (DATA / "vectors.json").write_text(
+        json.dumps({"prompts": prompts, "first_noise": PROMPT, "cases": answers}, separators=(",", ":")) + "\n"
+    )
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main())
+    main()

@@ -9,10 +9,10 @@ has the same weights in both. Another processor trains other weights: run make_v
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,13 @@ def own_texts(model: LlamaForCausalLM, count: int = 96) -> Tensor:
     torch.manual_seed(1)
     begin = torch.arange(count) * (len(ids) - prompt) // count
     rows = torch.stack([ids[b : b + prompt] for b in begin.tolist()])
-    sample: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+    sample: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     return model.generate(rows, max_new_tokens=LENGTH - prompt, **sample)
 
 
@@ -122,7 +128,10 @@ def make_head(name: str, target: Target, rows: Tensor) -> None:
         schedule.step()
         if step % 100 == 99:
             accuracy = float(loss.sums["accuracy"] / loss.count)
-            print(f"{name}, step {step + 1}: loss {float(loss.total / loss.count):.3f}, accuracy {accuracy:.2f}", flush=True)
+            print(
+                f"{name}, step {step + 1}: loss {float(loss.total / loss.count):.3f}, accuracy {accuracy:.2f}",
+                flush=True,
+            )
     for weight in weights:
         weight.requires_grad_(False)
     rounded(drafter.net)
@@ -136,15 +145,17 @@ def make_head(name: str, target: Target, rows: Tensor) -> None:
 
 
 def main() -> None:
-    asked = sys.argv[1:]
-    if not asked:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="*", help="the heads to train; none: the target and all of them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.heads:
         make_target()
     model = LlamaForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32).eval()
     target, rows = Target(model, "draft-vectors"), own_texts(model)
-    for name in asked or HEADS:
+    for name in options.heads or HEADS:
         make_head(name, target, rows)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cache", "Floats", "Ints", "Layer", "log_softmax", "rms_norm"]
+__all__ = ["Bools", "Cache", "Doubles", "Floats", "Ints", "Layer", "log_softmax", "rms_norm", "silu"]
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -100,7 +102,7 @@ class Layer:
         values = (x_NX @ self.weight("self_attn.v_proj").T).reshape(len(x_NX), -1, self.head_dim)
         cache.add(self._heads("k", x_NX), values, position_N)
 
-    def attend(self, x_NX: Floats, position_N: Ints, cache: Cache, visible_NW: NDArray[np.bool_]) -> Floats:
+    def attend(self, x_NX: Floats, position_N: Ints, cache: Cache, visible_NW: Bools) -> Floats:
         """Return the attention of x to the slots of the cache that it may see."""
         query_NHh = rope(self._heads("q", x_NX), position_N, self.theta)
         key_WKh = rope(cache.key_WKh, cache.position_W, self.theta)
@@ -115,9 +117,7 @@ class Layer:
         gated = silu(x @ self.weight("mlp.gate_proj").T) * (x @ self.weight("mlp.up_proj").T)
         return np.asarray(gated @ self.weight("mlp.down_proj").T, np.float32)
 
-    def __call__(
-        self, x_NX: Floats, residual_ND: Floats, position_N: Ints, cache: Cache, visible_NW: NDArray[np.bool_]
-    ) -> Floats:
+    def __call__(self, x_NX: Floats, residual_ND: Floats, position_N: Ints, cache: Cache, visible_NW: Bools) -> Floats:
         """Store x, attend, and return the layer's output: both parts are added to the residual stream."""
         self.store(x_NX, position_N, cache)
         hidden_ND = residual_ND + self.attend(x_NX, position_N, cache, visible_NW)

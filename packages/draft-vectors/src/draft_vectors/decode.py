@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draft_vectors.arrays import Floats, log_softmax
+from draft_vectors.arrays import Doubles, Floats, log_softmax
 from draft_vectors.heads import HEADS, Node, Target
 
 __all__ = ["ACCEPT", "DRAFT", "TARGET", "Case", "Cycle", "Decoder", "Noise"]
@@ -50,12 +51,12 @@ class Noise:
         self.seed = np.uint64(seed)
 
     @staticmethod
-    def mix(x: np.ndarray | np.uint64) -> np.ndarray:
+    def mix(x: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
         x = (x ^ (x >> np.uint64(30))) * MIX_1
         x = (x ^ (x >> np.uint64(27))) * MIX_2
         return np.asarray(x ^ (x >> np.uint64(31)))
 
-    def uniform(self, stream: int, position: int, count: int) -> np.ndarray:
+    def uniform(self, stream: int, position: int, count: int) -> Doubles:
         """Return the numbers of the indices 0 to count - 1, float64."""
         with np.errstate(over="ignore"):
             key = self.mix(self.mix(self.seed + GOLDEN) + np.uint64(stream))
@@ -73,7 +74,7 @@ class Noise:
         """Return the noise with which the target draws the token after a node."""
         return self.gumbel(TARGET, length + depth + 1, vocab)
 
-    def of_tests(self, length: int, depth: int, siblings: int) -> np.ndarray:
+    def of_tests(self, length: int, depth: int, siblings: int) -> Doubles:
         """Return the numbers of the tests of a node's children."""
         return self.uniform(ACCEPT, length + depth + 1, siblings)
 
@@ -137,7 +138,12 @@ class Decoder:
     def generate(self, prompt: Sequence[int]) -> tuple[list[int], list[Cycle]]:
         """Return the new tokens, and the cycles. The last cycle may be cut by the limit of new tokens."""
         logits, cycles = self.read(prompt), list[Cycle]()
-        self.begin(self.drawn(logits[None], [Node(prompt[-1])], len(prompt) - 1)[0])
+        first = (
+            logits
+            if self.case.rule == "greedy"
+            else log_softmax(logits) + self.noise.gumbel(TARGET, len(prompt), len(logits))
+        )
+        self.begin(int(first.argmax()))
         while len(self.text) < len(prompt) + self.case.new_tokens:
             cycles.append(self.cycle())
         return self.text[len(prompt) : len(prompt) + self.case.new_tokens], cycles
@@ -198,7 +204,8 @@ class Decoder:
 
     def grow_static(self, root: Node) -> list[Node]:
         """Grow EAGLE-1's static tree. Under the rule of rejection children are sampled without replacement."""
-        case, nodes, of_path = self.case, [root], {(): root}
+        case, nodes = self.case, [root]
+        of_path: dict[tuple[int, ...], Node] = {(): root}
         for depth in range(1, case.depth + 1):
             paths = [path for path in case.choices if len(path) == depth]
             parents = dict.fromkeys(path[:-1] for path in paths)
@@ -224,7 +231,10 @@ class Decoder:
         if self.case.rule == "greedy":
             return [int(n) for n in logits_NV.argmax(-1)]
         log_p, V = log_softmax(logits_NV), logits_NV.shape[-1]
-        return [int((row + self.noise.of_target(length, node.depth, V)).argmax()) for row, node in zip(log_p, nodes, strict=True)]
+        return [
+            int((row + self.noise.of_target(length, node.depth, V)).argmax())
+            for row, node in zip(log_p, nodes, strict=True)
+        ]
 
     def verify(self, nodes: Sequence[Node], logits_NV: Floats, length: int) -> tuple[list[int], int, list[int]]:
         """Return the accepted nodes, the bonus token, and the tokens drawn."""

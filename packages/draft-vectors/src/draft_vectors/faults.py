@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draft_vectors.arrays import Floats
+from draft_vectors.arrays import Doubles, Floats
 from draft_vectors.decode import TARGET, Decoder, Noise
 from draft_vectors.heads import Block, DSpark, Eagle1, Eagle3, Head, Mtp, PEagle
 
@@ -52,12 +52,16 @@ def shift_layers(decoder: Decoder, by: int) -> bool:
     return max(layers) < last(decoder)
 
 
-@fault("the head reads the states one layer above: the ids in config.json count inputs of layers, and the engine takes outputs")
+@fault(
+    "the head reads the states one layer above: the ids in config.json count inputs of layers, and the engine takes outputs"
+)
 def layers_one_above(decoder: Decoder) -> bool:
     return decoder.head.layers[0] != last(decoder) and shift_layers(decoder, 1)
 
 
-@fault("the head reads the states one layer below: the ids in config.json count outputs of layers, and the engine takes inputs")
+@fault(
+    "the head reads the states one layer below: the ids in config.json count outputs of layers, and the engine takes inputs"
+)
 def layers_one_below(decoder: Decoder) -> bool:
     return shift_layers(decoder, -1)
 
@@ -89,7 +93,12 @@ def leave_out(head: Head, names: dict[type[Head], str]) -> bool:
 
 @fault("the norm of the target's features, or of the hidden state that takes their place, is left out")
 def no_norm_of_features(decoder: Decoder) -> bool:
-    names = {PEagle: "layers.0.hidden_norm", Eagle3: "midlayer.hidden_norm", Mtp: "layers.0.hnorm", Block: "hidden_norm"}
+    names = {
+        PEagle: "layers.0.hidden_norm",
+        Eagle3: "midlayer.hidden_norm",
+        Mtp: "layers.0.hnorm",
+        Block: "hidden_norm",
+    }
     return leave_out(decoder.head, names)
 
 
@@ -131,10 +140,15 @@ def other_rope_theta(decoder: Decoder) -> bool:
     return isinstance(head, Eagle1 | Block)
 
 
+def runs_on_drafts(decoder: Decoder) -> bool:
+    """Return whether the head reads tokens that it has drafted, or masks that stand for them."""
+    return isinstance(decoder.head, Eagle1 | Block) and decoder.case.depth > 1
+
+
 @fault("drafted tokens, or masks, have positions one too large in the head; committed ones are right")
 def draft_positions_one_too_large(decoder: Decoder) -> bool:
     decoder.head.offset = 1
-    return isinstance(decoder.head, Eagle1 | Block)
+    return runs_on_drafts(decoder)
 
 
 # --- from the head's output to tokens
@@ -146,7 +160,9 @@ def draft_ids_without_map(decoder: Decoder) -> bool:
     return isinstance(decoder.head, Eagle3)
 
 
-@fault("slots of the block predict other tokens: DFlash's slot i the token at its own place, DSpark's slot i the next one")
+@fault(
+    "slots of the block predict other tokens: DFlash's slot i the token at its own place, DSpark's slot i the next one"
+)
 def slots_one_off(decoder: Decoder) -> bool:
     head = decoder.head
     if isinstance(head, Block):
@@ -168,7 +184,7 @@ def no_markov_head(decoder: Decoder) -> bool:
 @fault("after a rejection the head's cache keeps what it had drafted: cut it back to the committed tokens")
 def stale_draft_keys(decoder: Decoder) -> bool:
     decoder.head.stale = True
-    return isinstance(decoder.head, Eagle1 | Block) and decoder.case.window is None
+    return runs_on_drafts(decoder) and decoder.case.window is None
 
 
 @fault("after a rejection the target's cache keeps the rejected tokens: the text is no longer the target's")
@@ -183,7 +199,9 @@ def target_positions_one_too_large(decoder: Decoder) -> bool:
     return True
 
 
-@fault("drafts are accepted that the target does not choose (twice the chance, or among its two best): the text is no longer the target's")
+@fault(
+    "drafts are accepted that the target does not choose (twice the chance, or among its two best): the text is no longer the target's"
+)
 def lenient_acceptance(decoder: Decoder) -> bool:
     decoder.lenient = 2
     return True
@@ -195,7 +213,7 @@ class Repeated(Noise):
     def of_target(self, length: int, depth: int, vocab: int) -> Floats:
         return self.gumbel(TARGET, depth + 1, vocab)
 
-    def of_tests(self, length: int, depth: int, siblings: int) -> np.ndarray:
+    def of_tests(self, length: int, depth: int, siblings: int) -> Doubles:
         return super().of_tests(0, depth, siblings)
 
     def of_drafts(self, length: int, nodes: int, node: int, vocab: int) -> Floats:

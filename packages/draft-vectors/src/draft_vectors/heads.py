@@ -19,9 +19,22 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from draft_vectors.arrays import Cache, Floats, Ints, Layer, rms_norm, silu
+from draft_vectors.arrays import Bools, Cache, Floats, Ints, Layer, rms_norm, silu
 
-__all__ = ["HEADS", "Block", "DSpark", "Eagle1", "Eagle3", "Head", "Medusa", "Mtp", "Node", "PEagle", "States", "Target"]
+__all__ = [
+    "HEADS",
+    "Block",
+    "DSpark",
+    "Eagle1",
+    "Eagle3",
+    "Head",
+    "Medusa",
+    "Mtp",
+    "Node",
+    "PEagle",
+    "States",
+    "Target",
+]
 
 States = Sequence[Floats]
 
@@ -44,12 +57,12 @@ class Node:
         return [*(self.parent.path() if self.parent else ()), self]
 
 
-def visible(old: int, new: np.ndarray) -> np.ndarray:
+def visible(old: int, new: Bools) -> Bools:
     """Return which slots new nodes see: all `old` ones, and of the new ones those that `new` [N, N'] says."""
     return np.concatenate([np.ones((len(new), old), bool), new], 1)
 
 
-def causal(count: int) -> np.ndarray:
+def causal(count: int) -> Bools:
     return np.tril(np.ones((count, count), bool))
 
 
@@ -73,7 +86,7 @@ class Target:
         """Return the logits [..., V] of hidden states after the final norm."""
         return np.asarray(hidden @ self.tensors["lm_head.weight"].T, np.float32)
 
-    def __call__(self, ids: Sequence[int], position_N: Ints, new: np.ndarray, caches: list[Cache]) -> list[Floats]:
+    def __call__(self, ids: Sequence[int], position_N: Ints, new: Bools, caches: list[Cache]) -> list[Floats]:
         """Run tokens or nodes, which see all slots of the caches and each other as `new` [N, N] says. Return the states."""
         hidden, states = self.embed(ids), []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -160,7 +173,7 @@ class Eagle1(Head):
         """Return what the next step reads."""
         return hidden
 
-    def run(self, hidden: Floats, ids: Sequence[int], position_N: Ints, new: np.ndarray) -> Floats:
+    def run(self, hidden: Floats, ids: Sequence[int], position_N: Ints, new: Bools) -> Floats:
         """Run pairs, and return the output. `new` says which of the slots after the committed ones each sees."""
         x, out = self.join(hidden, self.target.embed(ids))
         for number, layer in enumerate(self.nets):
@@ -341,7 +354,9 @@ class Medusa(Head):
         self.feature = self.features(states)[-1]
 
     def level(self, k: int) -> Floats:
-        hidden = self.feature + silu(self.tensors[f"{k}.0.linear.weight"] @ self.feature + self.tensors[f"{k}.0.linear.bias"])
+        hidden = self.feature + silu(
+            self.tensors[f"{k}.0.linear.weight"] @ self.feature + self.tensors[f"{k}.0.linear.bias"]
+        )
         return np.asarray(self.tensors[f"{k}.1.weight"] @ hidden, np.float32)
 
     def root(self) -> tuple[Floats | None, Floats]:

@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from draft_vectors.arrays import Floats
+from draft_vectors.decode import Case
+from draft_vectors.runner import Answer, Drafted, Engine, head_folder
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
@@ -15,10 +19,6 @@ from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.targets.loading import load_target
-
-from draft_vectors.arrays import Floats
-from draft_vectors.decode import Case
-from draft_vectors.runner import Answer, Drafted, Engine, head_folder
 
 __all__ = ["Eyas"]
 

@@ -46,7 +46,7 @@ def rope(x_NHh: Floats, position_N: Ints, theta: float) -> Floats:
 
 
 class Cache:
-    """The keys and values of one layer. Keys are kept before RoPE, beside their positions, so that a window can move them."""
+    """The keys and values of one layer. Keys are kept before RoPE, with their positions, so that a window can move them."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         self.key_WKh = np.zeros((0, kv_heads, head_dim), np.float32)

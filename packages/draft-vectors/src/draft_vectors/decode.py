@@ -85,7 +85,7 @@ class Noise:
 
 @dataclass
 class Cycle:
-    """One cycle: the tree, and what became of it."""
+    """One cycle: the tree, the target's numbers and the accepted path."""
 
     length: int  # tokens before the root
     nodes: list[Node]

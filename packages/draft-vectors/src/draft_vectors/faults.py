@@ -1,4 +1,4 @@
-"""Faults that engines had, planted in the reference: the numbers that each leaves are compared with those of a failing engine.
+"""Faults that engines had, planted in the reference. The runner compares the numbers of each with a failing engine's.
 
 A fault changes a `Decoder` before it reads anything, and returns whether the head of the case can have it. A shift of all
 positions is not among them: RoPE knows differences only, so it changes no number.
@@ -22,7 +22,7 @@ FAULTS: dict[str, Fault] = {}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: where to look, and what plants it."""
+    """A fault: the place to look at, and the function that plants it."""
 
     says: str
     plant: Callable[[Decoder], bool]

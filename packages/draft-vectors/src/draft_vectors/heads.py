@@ -1,9 +1,9 @@
-"""The tiny target and the heads, in numpy, from the files that engines read. Nothing of eyas is here: the vectors are checked by
-this second implementation, which has no tricks and can be read beside the papers.
+"""The tiny target and the heads, in numpy, from the files that engines read. Nothing of eyas is here. This
+second implementation checks the vectors; it has no tricks, and a reader can compare it with the papers.
 
 A head reads the target's hidden states of committed tokens (`commit`), and gives the logits of the tokens that come next: below
 the root (`root`), and below drafted nodes (`expand`). `states` are Hugging Face's hidden_states of the target: k is the input of
-layer k, L comes after the final norm; L + 1, which nobody should read, is the last layer's output before that norm.
+layer k, L comes after the final norm. L + 1 is the last layer's output before that norm, which only a planted fault reads.
 
 Letters: P committed tokens, N nodes, D hidden, V vocabulary, v draft vocabulary.
 """
@@ -104,7 +104,7 @@ class Head:
         ids: the target's ids of the draft vocabulary.
         offset: added to the positions of drafted nodes; 0 but for a planted fault.
         without: norms that are left out; empty but for a planted fault.
-        stale: whether the cache keeps what was drafted and rejected; False but for a planted fault.
+        stale: whether the cache keeps rejected drafts; False but for a planted fault.
         shifted: whether pairs are (feature of token t, token t+1); True but for a planted fault.
     """
 
@@ -122,7 +122,7 @@ class Head:
         self.setup()
 
     def setup(self) -> None:
-        """Read what the files say, and make the layers."""
+        """Read the settings of the files, and make the layers."""
 
     def norm(self, name: str, x: Floats) -> Floats:
         if name in self.without:
@@ -170,7 +170,7 @@ class Eagle1(Head):
         return self.target.head(hidden)
 
     def carried(self, hidden: Floats) -> Floats:
-        """Return what the next step reads."""
+        """Return the hidden state that the next step reads."""
         return hidden
 
     def run(self, hidden: Floats, ids: Sequence[int], position_N: Ints, new: Bools) -> Floats:

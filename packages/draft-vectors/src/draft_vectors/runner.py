@@ -1,4 +1,4 @@
-"""Runs an engine over the vectors, compares, and says what is probably wrong.
+"""Runs an engine over the vectors, compares, and names the probable fault.
 
     python -m draft_vectors my_module:MyEngine                       all cases that the engine runs
     python -m draft_vectors my_module:MyEngine --only eagle3-chain   those whose names begin so
@@ -45,7 +45,7 @@ class Tolerance:
     trees: bool  # whether trees have the same tokens and parents, not only the same best child of the root
 
 
-TOLERANCES = {"float32": Tolerance(2e-3, 0, True), "bfloat16": Tolerance(0.5, 6, False)}
+TOLERANCES = {"float32": Tolerance(5e-4, 0, True), "bfloat16": Tolerance(0.5, 6, False)}
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Vectors:
         return [c for c in cycles if case.window is None or len(self.text(case, c)) <= sum(case.window)]
 
     def right(self, case: Case) -> Observed:
-        """Return what an engine must show."""
+        """Return the numbers of a right engine."""
         answers = self.answers[case.name]
         shown = [Answer(a["ids"], [len(cycle["path"]) - 1 for cycle in a["cycles"]]) for a in answers]
         cycles = answers[0]["cycles"]
@@ -173,7 +173,7 @@ def observe(engine: Engine, case: Case, vectors: Vectors) -> Observed | None:
 
 
 def differences(seen: Observed, right: Observed, tolerance: Tolerance) -> list[str]:
-    """Return how the numbers of an engine differ. What it does not show is not compared."""
+    """Return how the numbers of an engine differ, as far as it shows them."""
     found = list[str]()
     for c, tree in seen.drafts.items():
         found += [f"tree {c} of prompt 0: {line}" for line in _tree_differences(tree, right.drafts[c], tolerance)]

@@ -97,7 +97,8 @@ def own_texts(model: LlamaForCausalLM, count: int = 96) -> Tensor:
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return model.generate(rows, max_new_tokens=LENGTH - prompt, **sample)
+    texts: Any = model.generate(rows, max_new_tokens=LENGTH - prompt, **sample)
+    return texts
 
 
 def make_head(name: str, target: Target, rows: Tensor) -> None:

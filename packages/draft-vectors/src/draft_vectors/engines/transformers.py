@@ -34,7 +34,7 @@ class Transformers(Engine):
         super().__init__(data, dtype)
         kind = getattr(torch, dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(data / "target", dtype=kind)
-        self.model.eval()
+        self.model.train(False)
         self.model.config.num_mtp_layers = 1
         self.module: Any = MtpModel(self.model, 1)
         self.module.layers.load_state_dict(

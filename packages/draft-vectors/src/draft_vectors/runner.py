@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,19 +248,22 @@ class Result:
 def check(engine: Engine, vectors: Vectors, only: str = "", show: Callable[[str], Any] = print) -> list[Result]:
     """Run all cases whose names begin with `only`, show the results, and return them."""
     tolerance, results = TOLERANCES[engine.dtype], list[Result]()
+
+    def add(result: Result) -> None:
+        results.append(result)
+        show("\n".join(result.lines()))
+
     for number, prompt in enumerate(vectors.prompts):
         text = [*prompt, *vectors.answers["eagle3-chain-greedy"][number]["ids"]]
         logits = engine.target_logits(text)
         if logits is not None:
             apart = float(np.abs(logits - vectors.arrays[f"text.{number}.logits"]).max())
             bad = [f"the target's logits are {apart:.3g} apart: mend this first"] if apart > tolerance.logits else []
-            results.append(Result(f"target, text {number}", bad))
+            add(Result(f"target, text {number}", bad))
     for name, case in vectors.cases.items():
         if name.startswith(only) and (seen := observe(engine, case, vectors)) is not None:
             found = differences(seen, vectors.right(case), tolerance)
-            results.append(Result(name, found, fitting_faults(seen, case, vectors, tolerance) if found else []))
-    for result in results:
-        show("\n".join(result.lines()))
+            add(Result(name, found, fitting_faults(seen, case, vectors, tolerance) if found else []))
     failed = sum(bool(result.differences) for result in results)
     show(f"{engine.name}, {engine.dtype}: {len(results) - failed} of {len(results)} as the vectors")
     return results
@@ -277,6 +279,5 @@ def main() -> int:
     )
     options = parser.parse_args()
     module, _, name = options.engine.partition(":")
-    sys.path.insert(0, "")
     engine: Engine = getattr(importlib.import_module(module), name)(DATA, options.dtype)
     return int(any(result.differences for result in check(engine, Vectors(), options.only)))

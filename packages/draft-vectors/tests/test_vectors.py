@@ -123,8 +123,7 @@ def test_vectors_are_made_again(name: str, maker: ModuleType, engine: Eyas) -> N
 @pytest.mark.cover("mtp-one-greedy", "eagle3-chain-greedy", "dspark-chain-greedy", "eagle1-tree-rejection")
 @pytest.mark.parametrize("name", ONE)
 def test_each_fault_leaves_numbers_of_its_own(name: str) -> None:
-    """Guards the diagnosis: no two faults have the same numbers, and none has the right ones. Of half of the faults the
-    number of accepted tokens alone says nothing."""
+    """Guards the diagnosis: no two faults have the same numbers, and none has the right ones."""
     case = VECTORS.cases[name]
     seen = {fault: observe(Reference(runner.DATA, fault=fault), case, VECTORS) for fault in FAULTS}
     left = {fault: numbers for fault, numbers in seen.items() if numbers is not None}
@@ -211,11 +210,14 @@ def lenient(draft: Draft, scores: Any, position: Any, noise: Any, ops: Any = Non
     return verdict_of(draft.tree, draft.tokens_BN, accepted, best.gather(1, last)[:, 0])
 
 
+@pytest.mark.slow
 def test_lenient_acceptance_in_eyas(engine: Eyas) -> None:
+    """Guards the diagnosis of verification that changes the text."""
     engine.decoder_options = {"verify": lenient}
     assert named(engine, VECTORS.cases["eagle3-chain-greedy"]) == ["lenient_acceptance"]
 
 
+@pytest.mark.slow
 def test_noise_that_eyas_reads_twice(engine: Eyas) -> None:
     """Guards the rule of drawn tokens: each cycle begins with the same noise."""
     again = lambda draft, scores, position, noise, ops=None: verify(draft, scores, position * 0, noise, ops)  # noqa: E731
@@ -223,6 +225,7 @@ def test_noise_that_eyas_reads_twice(engine: Eyas) -> None:
     assert named(engine, VECTORS.cases["mtp-tree-draw"]) == ["noise_read_twice"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_shows_texts_only(engine: Eyas) -> None:
     """Guards what most engines can show: texts and accepted tokens are enough to name a fault; texts alone cannot, if the
     fault is one of drafts."""

@@ -144,7 +144,7 @@ $(STAMP): pyproject.toml tiny/pyproject.toml $(wildcard packages/*/pyproject.tom
 	@test -x $(BIN)/pip || { echo "==> making the virtual environment .venv with $$($(PYTHON) --version)"; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; echo "'$(PYTHON) -m venv' failed; some systems ship it apart, as python3-venv" >&2; exit 1; }; }
 	@echo "==> installing eyas and the versions of constraints.txt into .venv (once; torch is by far the largest part)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[tiny,serve,grammar,peft,offload,quantised,dev]' -e ./tiny -e ./packages/eyas-gpu -e ./packages/eyas-lab -e ./packages/eyas-train # eyas first: older pips look for it elsewhere
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[tiny,serve,grammar,peft,offload,quantised,dev]' -e ./tiny -e ./packages/draft-vectors -e ./packages/eyas-gpu -e ./packages/eyas-lab -e ./packages/eyas-train # eyas first: older pips look for it elsewhere
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir --quiet --no-deps -e ./packages/eyas-ray # Ray itself: make scale
 	@touch $@
 	@echo "==> .venv is ready"

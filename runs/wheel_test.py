@@ -3,9 +3,9 @@
     make wheel-test                                     builds them first
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
-eyas is installed alone first: what needs another package says so in one line. With the embedded model `eyas doctor` and
-`eyas generate` run; with eyas-lab `eyas demo`, and with eyas-train all commands and methods. eyas-gpu is installed
-without Triton and eyas-ray without Ray, which are large.
+draft-vectors is installed first, and runs without eyas. Then eyas is installed alone: what needs another package says so
+in one line. With the embedded model `eyas doctor` and `eyas generate` run; with eyas-lab `eyas demo`, and with eyas-train
+all commands and methods. eyas-gpu is installed without Triton and eyas-ray without Ray, which are large.
 """
 
 from __future__ import annotations
@@ -22,8 +22,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
-LARGEST_MB = {"eyas": 2, "eyas_tiny": 75, "eyas_gpu": 1, "eyas_lab": 1, "eyas_ray": 1, "eyas_train": 1}
+LARGEST_MB = {
+    "draft_vectors": 5,
+    "eyas": 2,
+    "eyas_tiny": 75,
+    "eyas_gpu": 1,
+    "eyas_lab": 1,
+    "eyas_ray": 1,
+    "eyas_train": 1,
+}
 HELD = {
+    "draft_vectors": [
+        "draft_vectors/py.typed", "draft_vectors/data/vectors.json", "draft_vectors/data/vectors.safetensors",
+        "draft_vectors/data/target/config.json", "draft_vectors/data/eagle3/model.safetensors", "draft_vectors/engines/eyas.py",
+    ],
     "eyas": [
         "eyas/py.typed", "eyas/kernels/cpu/kernels.cpp", "eyas/kernels/cpu/vectors.h", "eyas/serve/page/index.html",
         "eyas/serve/page/main.js",
@@ -69,7 +81,7 @@ def check_contents(name: str) -> None:
     assert not foreign, f"{wheel.name} or {sources.name} holds {foreign}"
     assert any(file.endswith("licenses/LICENSE") for file in files), f"{wheel.name} has no licence"
     weights = [file for file in [*files, *inside] if file.endswith(".safetensors")]
-    assert bool(weights) == (name == "eyas_tiny"), f"weights in {name}: {weights}"
+    assert bool(weights) == (name in ("draft_vectors", "eyas_tiny")), f"weights in {name}: {weights}"
     for path in (wheel, sources):
         megabytes = path.stat().st_size / 1e6
         assert megabytes < LARGEST_MB[name], f"{path.name} has {megabytes:.1f} MB"
@@ -96,6 +108,9 @@ def check_running(python: str, folder: Path) -> None:
         assert done.returncode == status, f"exit status {done.returncode}, not {status}"
         return done.stdout if status == 0 else done.stderr
 
+    install(str(only("draft_vectors-*.whl")))
+    reference = [scripts / "python", "-m", "draft_vectors", "draft_vectors.runner:Reference", "--only", "eagle3-chain"]
+    subprocess.run(reference, check=True, cwd=folder, env=clean)
     wheel = only("eyas-*.whl")
     install(str(wheel))
     for command, extra in MISSING.items():

@@ -1,0 +1,1 @@
+"""Engines that were run with the vectors, a class each."""

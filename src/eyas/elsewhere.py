@@ -19,7 +19,7 @@ __all__ = ["DISTRIBUTIONS", "check", "command_of", "find_part", "part"]
 # config.json by which the formats of heads are known, "saves" methods whose heads it writes.
 DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lab": {
-        "commands": ("audit", "bench", "demo", "tune"),
+        "commands": ("audit", "bench", "demo", "examine", "tune"),
         "methods": ("hydra", "lookahead", "medusa", "rest", "self_speculative"),
         "heads": ("hydra_num_heads", "medusa_num_heads"),
     },

@@ -28,7 +28,7 @@ SMALL = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 # --- help ------------------------------------------------------------------------------------------------------------------------------
 
 
-COMMANDS = """accelerate audit bench chat datastore demo doctor export features generate heads methods push regenerate serve
+COMMANDS = """accelerate audit bench chat datastore demo doctor examine export features generate heads methods push regenerate serve
     train tune"""
 
 

@@ -22,7 +22,7 @@ from eyas.errors import CheckpointError, near
 
 __all__ = [
     "ExportTarget", "Format", "Published", "Shape", "Weights", "differences", "expect", "formats", "load",
-    "refuse_dtypes", "save",
+    "published_at", "recognise", "refuse_dtypes", "save",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -110,15 +110,15 @@ def load(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None)
     """
     folder, source = find(path_or_hub_id, revision)
     try:
-        config, tensors = _published(folder)
+        config, tensors = published_at(folder)
         _check_fingerprint(mapping(config, "eyas").get("target_fingerprint"))
-        method, our_config, our_tensors = _recognise(config, tensors).read(config, tensors)
+        method, our_config, our_tensors = recognise(config, tensors).read(config, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"draft head {source}: {error}") from error
     return Weights(method, our_config, our_tensors, source)
 
 
-def _published(place: Path) -> Published:
+def published_at(place: Path) -> Published:
     if not place.is_file():
         return read_config(place), _without_buffers(read_tensors(place))
     return next(form.unpack(place) for form in formats() if getattr(form, "SUFFIX", None) == place.suffix)
@@ -212,7 +212,7 @@ def formats() -> Iterator[Format]:
         yield cast(Format, point.load())
 
 
-def _recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Format:
+def recognise(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Format:
     for form in formats():
         if hasattr(form, "recognises") and form.recognises(config, tensors.keys()):
             return form

@@ -2,10 +2,11 @@
 
     bench/        methods compared on tasks
     audit/        whether a deployment is lossless
+    examine/      whether a draft head fits its target
     methods/      Medusa, Hydra, lookahead, REST, self-speculative decoding; one file is one method
     formats/      published heads of Medusa and Hydra
     datastore.py  the sorted tokens in which REST looks
-    commands/     `eyas demo`, `eyas bench`, `eyas tune`, `eyas audit`
+    commands/     `eyas demo`, `eyas bench`, `eyas tune`, `eyas audit`, `eyas examine`
 
 eyas finds commands, methods and formats by entry points.
 """

@@ -1,0 +1,3 @@
+"""The fixtures of `examined.py`."""
+
+from examined import embedded, small  # noqa: F401  # fixtures

@@ -1,9 +1,8 @@
 // Attention on AMX tiles, over keys and values in bfloat16.
 //
 // Queries and weights are split into three parts in bfloat16 (amx.h), so products are as exact as
-// in float32. Sums have one order: scores over the dims, values over a query's visible slots in
-// whole blocks of 32, from its first one on. What is left of the slots goes to vectors. So the bits
-// of a token do not depend on the others.
+// in float32. Tiles multiply whole blocks of 32 of a query's visible slots, from its first one on,
+// and vectors the rest. So the bits of a token do not depend on the others.
 #pragma once
 
 #include "amx.h"
@@ -114,12 +113,12 @@ class TileGroup {
 
     // The scores of `count` pairs, from `first` on, with 32 keys, from index `place` on.
     void score(int64_t first, int64_t count, float* const* score, int64_t place,
-               const float* const* key) {
+               const char* const* key) {
         alignas(64) char room[SLOTS][H * 2];
         alignas(64) float sums[SLOTS][16];
-        const char* keys = (const char*)key[0];
-        int64_t stride = (const char*)key[1] - keys;
-        if ((const char*)key[SLOTS - 1] - keys != (SLOTS - 1) * stride) {  // not one after the other
+        const char* keys = key[0];
+        int64_t stride = key[1] - keys;
+        if (key[SLOTS - 1] - keys != (SLOTS - 1) * stride) {  // not one after the other
             for (int j = 0; j < SLOTS; j++) std::memcpy(room[j], key[j], H * 2);
             keys = room[0], stride = H * 2;
         }
@@ -141,13 +140,12 @@ class TileGroup {
     // interleaved in twos within each eight dims, so of 32 dims the first tile has 0-3, 8-11, 16-19
     // and 24-27, and the second one the others.
     void add_values(const float* const* weights, int64_t first, int64_t count, int64_t place,
-                    const float* const* value, int64_t slots) {
+                    const char* const* value, int64_t slots) {
         alignas(64) char weight[2][PARTS][16][TILE_ROW_BYTES],
             values[2][CHUNKS][16][TILE_ROW_BYTES];
         for (int64_t j = 0; j < slots; j += 2)
             for (int d = 0; d < CHUNKS; d += 2) {
-                const char *even = (const char*)value[j] + d * 32,
-                           *odd = (const char*)value[j + 1] + d * 32;
+                const char *even = value[j] + d * 32, *odd = value[j + 1] + d * 32;
                 __builtin_prefetch(even + 2 * SLOTS * H * 2);
                 __builtin_prefetch(odd + 2 * SLOTS * H * 2);
                 const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
@@ -169,16 +167,18 @@ class TileGroup {
         }
     }
 
-    // Write the sums [h] of each pair, in order.
+    // Add the sums [h] of each pair to `to`.
     void finish(float* const* to) const {
         if (!rows) return;
         for (int64_t n = 0; n < pairs; n++)
             for (int d = 0; d < H; d += 32) {
                 const FloatVec a = load(out[n] + d), b = load(out[n] + d + 16);
-                store(to[n] + d, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6,
-                                                         7, 20, 21, 22, 23));
-                store(to[n] + d + 16, __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27,
-                                                              12, 13, 14, 15, 28, 29, 30, 31));
+                float* at = to[n] + d;
+                store(at, load(at) + __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5,
+                                                             6, 7, 20, 21, 22, 23));
+                store(at + 16, load(at + 16) + __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26,
+                                                                       27, 12, 13, 14, 15, 28, 29,
+                                                                       30, 31));
             }
         _tile_release();
     }
@@ -188,8 +188,8 @@ template <int CHUNKS>
 struct TileGroup {
     TileGroup(const float* const*, int64_t) {}
     static constexpr bool suits(int64_t) { return false; }
-    void score(int64_t, int64_t, float* const*, int64_t, const float* const*) {}
-    void add_values(const float* const*, int64_t, int64_t, int64_t, const float* const*, int64_t) {}
+    void score(int64_t, int64_t, float* const*, int64_t, const char* const*) {}
+    void add_values(const float* const*, int64_t, int64_t, int64_t, const char* const*, int64_t) {}
     void finish(float* const*) const {}
 };
 #endif

@@ -31,15 +31,24 @@ static inline void write_slot(char* to, int64_t type, const float* x, int64_t h)
     }
 }
 
-// They as floats: in the cache, or widened to `room`.
+// Slots of a cache as floats: where they are, or widened; up to a multiple of LANES.
 template <int CHUNKS>
-static inline const float* read_slot(const char* from, int64_t type, float* room) {
-    if (type == FLOAT32) return (const float*)from;
+struct Widened {
+    const float* const* at;
+    const float* rows[4 * LANES];
+    float room[4 * LANES][CHUNKS * LANES];
+
+    Widened(const char* const* from, int64_t count, int64_t type) : at((const float* const*)from) {
+        if (type == FLOAT32) return;
+        at = rows;
+        for (int64_t j = 0; j < (count + LANES - 1) / LANES * LANES; j++) {
+            rows[j] = room[j];
 #pragma GCC unroll 16
-    for (int d = 0; d < CHUNKS; d++)
-        store(room + d * LANES, load_bfloat16((const uint8_t*)from + 2 * d * LANES));
-    return room;
-}
+            for (int d = 0; d < CHUNKS; d++)
+                store(room[j] + d * LANES, load_bfloat16((const uint8_t*)from[j] + 2 * d * LANES));
+        }
+    }
+};
 
 // For one row's new nodes and one key-value head: norm and rotate queries and keys, and store keys
 // and values in the cache.
@@ -156,25 +165,6 @@ struct QueryGroup {
 
     bool tiled() const { return TileGroup<CHUNKS>::suits(type); }
 
-    // The keys or values of a slot: in the cache, or widened to `room`.
-    const float* read(const char* from, float* room) const {
-        return tiled() ? (const float*)from : read_slot<CHUNKS>(from, type, room);
-    }
-
-    // What tiles leave to vectors: fewer than 2 x LANES slots.
-    struct Widened {
-        const float* const* at;
-        const float* rows[2 * LANES];
-        float room[2 * LANES][CHUNKS * LANES];
-
-        Widened(const QueryGroup& group, const float* const* from, int64_t count) : at(from) {
-            if (!group.tiled()) return;
-            at = rows;
-            for (int64_t j = 0; j < (count + LANES - 1) / LANES * LANES; j++)
-                rows[j] = read_slot<CHUNKS>((const char*)from[j], group.type, room[j]);
-        }
-    };
-
     // a multiple of what is read at once from `begin` on; the rest is read with the other slots
     int64_t shared_slots() const {
         int64_t nodes = p.nodes;
@@ -188,12 +178,10 @@ struct QueryGroup {
     // act(index of the first score, pointers to keys or values, how many), at most BLOCK at a time
     template <int BLOCK, class Do>
     void for_shared_slots(const char* from, Do act) const {
-        const float* at[BLOCK];
-        float room[BLOCK][CHUNKS * LANES];
+        const char* at[BLOCK];
         for (int64_t slot = begin; slot < shared; slot += BLOCK) {
             const int64_t count = std::min<int64_t>(BLOCK, shared - slot);
-            for (int64_t j = 0; j < count; j++)
-                at[j] = read(from + (slot + j) * stride, room[j]);
+            for (int64_t j = 0; j < count; j++) at[j] = from + (slot + j) * stride;
             act(slot - begin, at, count);
         }
     }
@@ -201,8 +189,7 @@ struct QueryGroup {
     // The same for the other slots that query n sees. Returns how many slots it sees in all.
     template <class Do>
     int64_t for_other_slots(int64_t n, const char* from, Do act) const {
-        const float* at[2 * LANES];
-        float room[2 * LANES][CHUNKS * LANES];
+        const char* at[2 * LANES];
         const uint8_t* visible_nodes = visible_to(n);
         int64_t place = shared - begin, count = 0;
         auto pass = [&] {
@@ -211,8 +198,8 @@ struct QueryGroup {
             place += count, count = 0;
         };
         auto add = [&](int64_t slot) {
-            at[count] = read(from + slot * stride, room[count]);
-            if (++count == 2 * LANES) pass();
+            at[count++] = from + slot * stride;
+            if (count == 2 * LANES) pass();
         };
         for (int64_t slot = shared; slot < p.length[row]; slot++) add(slot);
         for (int64_t t = std::max<int64_t>(shared - p.length[row], 0); t < p.nodes; t++) {
@@ -279,21 +266,21 @@ struct QueryGroup {
         }
         TileGroup<CHUNKS> tiles(query, pairs);
         const auto score_keys = [&](int64_t from, int64_t pairs, int64_t place,
-                                    const float* const* key, int64_t count) {
+                                    const char* const* key, int64_t count) {
             if (tiled() && count == 2 * LANES)
                 return tiles.score(from, pairs, scores_at, place, key);
-            const Widened keys(*this, key, count);
+            const Widened<CHUNKS> keys(key, count, type);
             for (int64_t i = 0; i < count; i += LANES)
                 score(query + from, scores_at + from, pairs, place + i, keys.at + i);
         };
         for_shared_slots<2 * LANES>(
-            keys, [&](int64_t place, const float* const* key, int64_t count) {
+            keys, [&](int64_t place, const char* const* key, int64_t count) {
                 score_keys(0, pairs, place, key, count);
             });
         for (int64_t n = 0; n < queries; n++) {
             const int64_t from = n * heads;
             int64_t count = for_other_slots(
-                n, keys, [&](int64_t place, const float* const* key, int64_t count) {
+                n, keys, [&](int64_t place, const char* const* key, int64_t count) {
                     score_keys(from, heads, place, key, count);
                 });
             for (int64_t i = from; i < from + heads; i++) {
@@ -301,28 +288,23 @@ struct QueryGroup {
                 totals[i] = exp_inplace(scores_at[i], count);
             }
         }
+        const auto add = [&](int64_t from, int64_t pairs, int64_t place, const char* const* value,
+                             int64_t count) {
+            if (tiled() && count % (2 * LANES) == 0)
+                return tiles.add_values(scores_at, from, pairs, place, value, count);
+            const Widened<CHUNKS> values(value, count, type);
+            add_values(scores_at + from, pairs, place, values.at, count, out + from);
+        };
         for_shared_slots<4 * LANES>(
-            values, [&](int64_t place, const float* const* value, int64_t count) {
-                if (tiled()) tiles.add_values(scores_at, 0, pairs, place, value, count);
-                else add_values(scores_at, pairs, place, value, count, out);
+            values, [&](int64_t place, const char* const* value, int64_t count) {
+                add(0, pairs, place, value, count);
             });
-        if (tiled()) {
-            for (int64_t n = 0; n < queries; n++)
-                for_other_slots(
-                    n, values, [&](int64_t place, const float* const* value, int64_t count) {
-                        if (count == 2 * LANES)
-                            tiles.add_values(scores_at, n * heads, heads, place, value, count);
-                    });
-            tiles.finish(out);
-        }
         for (int64_t n = 0; n < queries; n++)
             for_other_slots(
-                n, values, [&](int64_t place, const float* const* value, int64_t count) {
-                    if (tiled() && count == 2 * LANES) return;
-                    const Widened values(*this, value, count);
-                    add_values(scores_at + n * heads, heads, place, values.at, count,
-                               out + n * heads);
+                n, values, [&](int64_t place, const char* const* value, int64_t count) {
+                    add(n * heads, heads, place, value, count);
                 });
+        if (tiled()) tiles.finish(out);
         for (int64_t n = 0; n < pairs; n++)
             for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];
     }

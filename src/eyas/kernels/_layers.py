@@ -213,7 +213,8 @@ class Layers:
         """Return the records of a pass, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
-        entry, row, head, slot, _ = (stride * store.element_size() for stride in store.stride())
+        size = store.element_size()
+        entry, row, head, slot, _ = (stride * size for stride in store.stride())
         threads = count(self.threads)
         score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
@@ -224,7 +225,8 @@ class Layers:
         pointers = [address(x, torch.long) for x in integers] + [address(x, torch.bool) for x in masks]
         table = forward.cosine[0].numel() if forward.cosine.ndim == 3 else 0
         record = _records.Pass(R, Q, T, *pointers, *map(address, angles), table, score_stride, *buffers, threads)
-        keys, kind = address(store, store.dtype) or 0, KINDS.index(str(store.dtype).removeprefix("torch."))
+        keys = address(store, store.dtype) or 0
+        kind = KINDS.index(str(store.dtype).removeprefix("torch."))
         cache = _records.KVCache(keys, keys + entry, address(begin_R, torch.long), 2 * entry, head, slot, kind)
         return record, cache, (*integers, *masks, *angles, begin_R)
 

@@ -32,7 +32,6 @@ __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "fixed", "compile", "off")
 WEIGHTS, ACTIVATIONS = ("exact", "auto", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
-KV = ("exact", "bfloat16")
 DRAFT_WEIGHTS = ("exact", "fp8", "int4")
 FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability that multiplies fp8
 
@@ -73,7 +72,7 @@ def with_fastest_runner(
     for name, word, words in (
         ("weights", weights, WEIGHTS),
         ("activations", activations, ACTIVATIONS),
-        ("kv", kv, KV),
+        ("kv", kv, ("exact", "bfloat16")),
         ("draft_weights", draft_weights, DRAFT_WEIGHTS),
         ("kernels", kernels, KERNELS),
     ):
@@ -146,8 +145,10 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
 
 
 def _rounded(weight_format: WeightFormat) -> str:
-    """Return what is rounded, as options call it, such as "weights int8"; of several numbers the last."""
-    return next(f"{name} {form}" for name, form in reversed(asdict(weight_format).items()) if form != "exact")
+    """Return the last format that rounds, with the name of its option: "weights int8"."""
+    forms = {name: form for name, form in asdict(weight_format).items() if form != "exact"}
+    name, form = forms.popitem()
+    return f"{name} {form}"
 
 
 def _warn_of_caveats(target: Target) -> None:

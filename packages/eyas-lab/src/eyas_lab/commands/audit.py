@@ -134,7 +134,8 @@ def _check(job: AuditOptions, draft: DraftOptions, model: TargetOptions) -> tupl
         raise UsageError("--plain-url goes with --url")
     if job.error >= 0.5:
         raise OptionError("--error must be below 0.5")
-    if not model.weights == model.activations == model.kv == "exact":
+    forms = {model.weights, model.activations, model.kv}
+    if forms != {"exact"}:
         raise OptionError("the referee is the target as it is: leave --weights, --activations and --kv out")
     made = []
     for text in job.sampling:

@@ -31,7 +31,7 @@ from eyas.runners.cpu import CpuRunner
 from reference import SAMPLINGS, Oracle, run
 
 __all__ = [
-    "MODELS", "MODES", "PASSES", "Counts", "Referee", "by_kernels", "compare", "compare_ids", "model", "runnable",
+    "MODELS", "MODES", "PASSES", "Counts", "Referee", "by_kernels", "compare", "compare_ids", "model", "name_of", "runnable",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -54,7 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "num_attention_heads": 26, "num_key_value_heads": 1, "intermediate_size": 2816},
 }  # fmt: skip
 ROUNDED = {"bfloat16": ("exact", "bfloat16"), "int8": ("exact", "int16", "int8"), "int4": ("exact", "int16", "int8")}
-MODES = (WeightFormat(), *(WeightFormat(w, a) for w, activations in ROUNDED.items() for a in activations))
+MODES = (
+    WeightFormat(),
+    *(WeightFormat(w, a) for w, activations in ROUNDED.items() for a in activations),
+    WeightFormat(kv="bfloat16"),
+    WeightFormat("int8", "int8", "bfloat16"),
+)
 
 
 @cache
@@ -76,6 +81,11 @@ def model(family: str) -> Target:
         head[half:].scatter_(1, largest, torch.nextafter(value, 2 * value))
         head[half:, 0] = 2.0**-22
     return Target(made)
+
+
+def name_of(mode: WeightFormat) -> str:
+    """Return what tests call a mode."""
+    return "-".join((mode.weights, mode.activations, *([f"{mode.kv}_kv"] if mode.kv != "exact" else [])))
 
 
 def runnable(mode: WeightFormat) -> bool:

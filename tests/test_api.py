@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 import eyas
 import toy_tokenizer
 import zoo
-from eyas import checkpoints
+from eyas import checkpoints, kernels
 from eyas.api import LLM, load
 from eyas.arguments import GenerateKeywords
 from eyas.core.engine import Decoder, Request
@@ -183,6 +183,26 @@ def test_chat_keeps_the_conversation(llm: LLM) -> None:
     assert chat.messages[-2] == {"role": "user", "content": "More"}
     conversation = [*chat.messages, {"role": "user", "content": "Go on"}]
     assert chat.send("Go on").token_ids == plain(llm, conversation, 12)
+
+
+@pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
+def test_chats_go_on_from_keys_in_bfloat16() -> None:
+    """Guards kept keys and values that are rounded: later turns, greedy and sampled, say what plain decoding of the whole
+    conversation says with the same rounding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 1024}
+    model = zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, eos_token_id=1, **sizes)
+    tokenizer = toy_tokenizer.byte_tokenizer()
+
+    def rounded(method: str) -> LLM:
+        return load(model, method=method, tokenizer=tokenizer, kernels="on", kv="bfloat16")
+
+    llm, plain_llm = rounded("prompt_lookup"), rounded("vanilla")
+    for keywords in ({}, {"temperature": 0.8, "seed": 5}):
+        chat = llm.chat(max_new_tokens=24, **keywords)  # type: ignore[arg-type]
+        for text in ("Hi. Hi. Hi.", "And then? And then?", "Why? Hi."):
+            conversation = [*chat.messages, {"role": "user", "content": text}]
+            expected = plain_llm.generate(conversation, max_new_tokens=24, **keywords)  # type: ignore[call-overload]
+            assert chat.send(text).token_ids == expected.token_ids
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]

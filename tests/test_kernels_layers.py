@@ -76,7 +76,8 @@ class Weights:
         )  # fmt: skip
 
     def reference(self, x_RQD: Tensor, forward: Pass, store: Tensor) -> Tensor:
-        """Return what the layer makes of x, in float64. store [key or value, R, K, slots, h] is this layer's cache."""
+        """Return what the layer makes of x, in float64. store [key or value, R, K, slots, h] is this layer's cache; in
+        bfloat16 it has the new keys and values already, as the layer rounded them."""
         s, h = self.sizes, self.sizes.head_dim
         visible_RQT = forward.visible_in_window_RQT if self.window else forward.visible_RQT
         x_RQD = x_RQD.double()
@@ -89,7 +90,11 @@ class Weights:
         for r, length in enumerate(forward.length_R.tolist()):
             end = length + visible_RQT.shape[2]
             cached = store[:, r, :, :end].double()
-            cached[:, :, end - k.shape[2] :] = torch.stack([k[r], v[r]])
+            new = torch.stack([k[r], v[r]])
+            if store.dtype == torch.bfloat16:
+                torch.testing.assert_close(cached[:, :, end - k.shape[2] :], new, rtol=2**-8, atol=1e-5)
+            else:
+                cached[:, :, end - k.shape[2] :] = new
             keys, values = cached.repeat_interleave(s.heads // s.kv_heads, 1)
             sees_Q = torch.ones(k.shape[2], end, dtype=torch.bool)
             sees_Q[:, length:] = visible_RQT[r]
@@ -143,18 +148,19 @@ def layer_sizes(head_dim: int, heads: tuple[int, int]) -> LayerSizes:
 
 @needs
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_layer_computes_what_float64_does(kind: str, head_dim: int) -> None:
+@pytest.mark.parametrize(("kind", "kv"), [*((kind, "float32") for kind in FORMATS), ("float32", "bfloat16")])
+def test_a_layer_computes_what_float64_does(kind: str, kv: str, head_dim: int) -> None:
     """Guards attention in every head size, for queries that read keys together and remainders,
     groups of heads, committed slots, windows, nodes of an earlier pass, norms of heads, rotary
-    positions, and the three epilogues, in every format of weights."""
+    positions, and the three epilogues, in every format of weights and of keys and values."""
     if kind == "int4" and not kernels.has_dots():
         pytest.skip("no integer dot products, so no int4")
-    turn = FORMATS.index(kind) + HEAD_DIMS.index(head_dim)
+    turn = FORMATS.index(kind) + HEAD_DIMS.index(head_dim) + (kv == "bfloat16")
     sizes = layer_sizes(head_dim, HEADS[turn % len(HEADS)])
     head_norms = turn % 2 == 1
     weights = [Weights(sizes, kind, 20 * n, window, head_norms) for n, window in enumerate((0, WINDOW))]
     forward = tree_pass(sizes, len(weights))
+    forward = replace(forward, store=forward.store.to(getattr(torch, kv)))
     Q = forward.position_RQ.shape[1]
     x_RQD, before = random(R, Q, HIDDEN, seed=1), forward.store.clone()
     exact, ours = x_RQD.double(), x_RQD.flatten(0, 1).clone()
@@ -162,7 +168,8 @@ def test_a_layer_computes_what_float64_does(kind: str, head_dim: int) -> None:
     Layers(sizes, [w.packed() for w in weights])(ours, forward, (0, 1), taps_MF)
     torch.testing.assert_close(taps_MF[:, :HIDDEN], x_RQD.flatten(0, 1), rtol=0, atol=0)
     for n, layer in enumerate(weights):
-        exact = layer.reference(exact, forward, before[2 * n : 2 * n + 2])
+        cached = before if kv == "float32" else forward.store
+        exact = layer.reference(exact, forward, cached[2 * n : 2 * n + 2])
         if n == 0:
             torch.testing.assert_close(taps_MF[:, HIDDEN:].double(), exact.flatten(0, 1), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(ours.double(), exact.flatten(0, 1), rtol=1e-5, atol=4e-5)
@@ -173,17 +180,39 @@ def test_a_layer_computes_what_float64_does(kind: str, head_dim: int) -> None:
 
 @needs
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_what_is_not_finite_stays_in_its_row(kind: str, broken: float) -> None:
+def test_a_node_that_is_not_finite_stays_in_its_branch(broken: float) -> None:
+    """Guards blocks of slots that queries read together, over keys and values in bfloat16: a node with a NaN changes no bit
+    of the nodes that do not see it, with long texts before them and without."""
+    sizes = layer_sizes(64, (6, 2))
+    layer = Layers(sizes, [Weights(sizes, "float32", 3).packed()])
+    for length in (0, 20, 130):
+        forward = tree_pass(sizes, 1, parents=(-1, 0, 1, 0, 3), old=0)
+        store = random(2, R, sizes.kv_heads, 160, 64, seed=9).bfloat16()
+        forward = replace(forward, length_R=torch.full((R,), length), store=store)
+        whole_RQD = random(R, 5, HIDDEN, seed=1)
+        torn_RQD = whole_RQD.clone()
+        torn_RQD[:, 2, 5] = broken
+        for x_RQD in (whole_RQD, torn_RQD):
+            layer(x_RQD.view(-1, HIDDEN), replace(forward, store=store.clone()))
+        assert torn_RQD[:, 2].isnan().all()
+        assert torch.equal(torn_RQD[:, [0, 1, 3, 4]], whole_RQD[:, [0, 1, 3, 4]])
+
+
+@needs
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize(("kind", "kv"), [*((kind, "float32") for kind in FORMATS), ("float32", "bfloat16")])
+def test_what_is_not_finite_stays_in_its_row(kind: str, kv: str, broken: float) -> None:
     """Guards rows beside one another: a NaN or an infinity in one of them changes no bit of the others."""
     sizes = layer_sizes(32, (4, 2))
     layer, forward = Layers(sizes, [Weights(sizes, kind, 3).packed()]), tree_pass(sizes, 1)
+    forward = replace(forward, store=forward.store.to(getattr(torch, kv)))
+    again = replace(forward, store=forward.store.clone())
     x_RQD = random(R, forward.position_RQ.shape[1], HIDDEN, seed=1)
     whole, torn = x_RQD.flatten(0, 1).clone(), x_RQD.clone()
     torn[1, :, 5] = broken
     torn = torn.flatten(0, 1)
     layer(whole, forward)
-    layer(torn, replace(forward, store=tree_pass(sizes, 1).store))
+    layer(torn, again)
     Q = len(whole) // R
     assert torn[Q : 2 * Q].isnan().all()
     for rows in (slice(Q), slice(2 * Q, None)):

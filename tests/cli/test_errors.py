@@ -84,6 +84,8 @@ BAD = {
     "chat without a template": (("chat", "--target", "bare"), ["no chat template"]),
     "no data": (("train", "--output", "o"), ["option --data (or --features) is missing"]),
     "rounded without kernels": ((*ASK, "--weights", "int8"), ["weights int8 are for the compiled kernels", "there are none"]),
+    "rounded keys without kernels": ((*ASK, "--kv", "bfloat16"), ["kv bfloat16 are for the compiled kernels", "there are none"]),
+    "rounded keys of features": (("train", "--data", "./nowhere", "--output", "o", "--kv", "bfloat16"), ["--kv bfloat16", "as it is"]),
     "rounded features": (("train", "--data", "./nowhere", "--output", "o", "--activations", "int8"), ["--activations int8", "as it is"]),
     "demo of no prompts": (("demo", "--prompts", "./nowhere.txt"), ["prompts file './nowhere.txt' does not exist"]),
     "usage": (("generate", "--nope"), ["(see eyas generate --help)"]),

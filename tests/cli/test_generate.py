@@ -22,7 +22,7 @@ from processes import accept_interrupts, environment, finish, started, wait_unti
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
     "target", "draft", "tree", "policy", "decisions", "predicted_tokens", "dtype", "device", "runs_by", "weights", "activations",
-    "versions",
+    "kv", "versions",
 }  # fmt: skip
 TREE = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 GENERATE = ("generate", "--target", "llama")

@@ -328,15 +328,17 @@ def test_python_threads_may_share_a_target() -> None:
 @pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "activations"),
+    ("weights", "activations", "kv"),
     [
-        *((w, a) for w in ("int8", "int4") for a in ("exact", "int16", "int8")),
-        ("bfloat16", "exact"),
-        ("bfloat16", "bfloat16"),
+        *((w, a, "exact") for w in ("int8", "int4") for a in ("exact", "int16", "int8")),
+        ("bfloat16", "exact", "exact"),
+        ("bfloat16", "bfloat16", "exact"),
+        ("exact", "exact", "bfloat16"),
+        ("int4", "int8", "bfloat16"),
     ],
 )
-def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any) -> None:
-    """Guards rounded weights and activations: other logits, near the model's; every method says
+def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any, kv: Any) -> None:
+    """Guards rounded weights, activations, keys and values: other logits, near the model's; every method says
     what its plain decoding says."""
     if (weights == "int4" or activations.startswith("int")) and not kernels.has_dots():
         pytest.skip("a CPU without VNNI")
@@ -344,12 +346,13 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
         pytest.skip("a CPU without AVX-512 BF16")
     target = Target(model("llama"))
     rounded = runners.with_fastest_runner(
-        target, weights=weights, activations=activations, draft_weights="int4" if weights == "int4" else "exact"
+        target, weights=weights, activations=activations, kv=kv, draft_weights="int4" if weights == "int4" else "exact"
     )
-    assert rounded.runner.weight_format == kernels.WeightFormat(weights, activations)
+    assert rounded.runner.weight_format == kernels.WeightFormat(weights, activations, kv)
+    assert rounded.open(1).cache.dtype == (torch.float32 if kv == "exact" else torch.bfloat16)
     assert with_cpu_kernels("llama").runner.weight_format.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
-    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < {"bfloat16": 1.0, "int8": 1.0, "int4": 4.0}[weights]
+    assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < (4.0 if weights == "int4" else 1.0)
     session, more = rounded.open(1), ids(13, 13)
     session.prefill(0, ids(20))
     together_NV = session.forward(torch.tensor([more]), Tree.chain(1, 13)).logits_BNV[0]
@@ -375,6 +378,12 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
         runners.with_fastest_runner(target, "off", activations="int8")
     with pytest.raises(OptionError, match="unknown weights"):
         runners.with_fastest_runner(target, weights="int2")
+    with pytest.raises(OptionError, match="kv bfloat16 are for the compiled kernels: remove kernels='off'"):
+        runners.with_fastest_runner(target, "off", weights="int8", kv="bfloat16")
+    with pytest.raises(OptionError, match=r"kv bfloat16 are for .* none for this model: .* family qwen3_next"):
+        runners.with_fastest_runner(Target(zoo.HYBRIDS["qwen3_next"]()), kv="bfloat16")
+    with pytest.raises(OptionError, match="unknown kv"):
+        runners.with_fastest_runner(target, kv="int4")
     with pytest.raises(OptionError, match="unknown activations"):
         runners.with_fastest_runner(target, activations="int4")
     monkeypatch.setattr(kernels, "has_dots", lambda: True)

@@ -67,7 +67,9 @@ def test_kernels_follow_and_commit_as_the_reference() -> None:
         ours, reference = fast.accept_path(draft, hits_BN), REFERENCE.accept_path(draft, hits_BN)
         for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
             assert torch.equal(getattr(ours, name), getattr(reference, name)), name
-        stores = [torch.randn(4, B, 2, 64, 8, generator=torch.Generator().manual_seed(turn)) for _ in range(2)]
+        store = torch.randn(4, B, 2, 64, 8, generator=torch.Generator().manual_seed(turn))
+        store = store.to((torch.float32, torch.bfloat16)[turn % 2])
+        stores = [store.clone(), store.clone()]
         length_B = torch.tensor([3, 0, 20])
         fast.commit(stores[0], length_B, ours.path_BP)
         commit_path(stores[1], length_B, reference.path_BP)

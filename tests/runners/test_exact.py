@@ -13,7 +13,7 @@ import torch
 
 import exact
 import zoo
-from exact import MODELS, MODES, PASSES, Referee, by_kernels, model, runnable
+from exact import MODELS, MODES, PASSES, Referee, by_kernels, model, name_of, runnable
 from eyas import runners
 from eyas.core.sampling import Sampling, apply_sampling
 from eyas.core.target import Target
@@ -41,7 +41,7 @@ def kinds_of_passes(mode: WeightFormat, isa: str) -> list[str]:
 @pytest.mark.cover(mode=5)
 @needs
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
+@pytest.mark.parametrize("mode", MODES, ids=name_of)
 def test_logits_have_the_bits_of_plain_decoding(mode: WeightFormat, request: pytest.FixtureRequest) -> None:
     """Guards every place where the order of a sum, a scale or a choice of kernels could depend on what else is in the
     pass: tiles, blocks of rows, weights that are widened once, groups of queries, windows, copies of keys, threads."""
@@ -58,7 +58,7 @@ def test_logits_have_the_bits_of_plain_decoding(mode: WeightFormat, request: pyt
 @pytest.mark.cover(mode=2)
 @needs
 @pytest.mark.quick("native-int4-int8")
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.weights}-{mode.activations}")
+@pytest.mark.parametrize("mode", MODES, ids=name_of)
 def test_ids_equal_plain_decoding_at_near_ties(mode: WeightFormat) -> None:
     """Guards the whole loop. Each token of these models has a twin whose logit is about 10^-6 away, so that bits which
     differ become ids which differ."""

@@ -18,8 +18,8 @@ from test_kernels import built_with, needs
 
 ISA = "x86-64-v3"
 VALUES = """for_shared_slots<4 * LANES>(
-            values, [&](int64_t place, const float* const* value, int64_t count) {
-                add_values(scores_at, pairs, place, value, count, out);
+            values, [&](int64_t place, const char* const* value, int64_t count) {
+                add(0, pairs, place, value, count);
             });
 """
 DIVISION = """        for (int64_t n = 0; n < pairs; n++)

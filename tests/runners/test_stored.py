@@ -227,6 +227,14 @@ def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(FitError, match="GB are free: weights int8 need"):
         load(place)
     assert load(place, weights="auto").target.runner.weight_format.weights == "int8"
+    narrow = _packing._cache_bytes(target, "bfloat16")
+    assert 2 * narrow == _packing._cache_bytes(target)
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=narrow + _packing.RESERVE + sizes["exact"])
+    )
+    assert load(place, weights="auto", kv="bfloat16").target.runner.weight_format == kernels.WeightFormat(kv="bfloat16")
+    with pytest.raises(FitError):
+        load(place)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     with pytest.raises(FitError, match=r"GB are free$"):
         load(place, weights="auto")

@@ -47,6 +47,7 @@ def load(
     kernels: str | bool | None = "auto",
     weights: str = "exact",
     activations: str = "exact",
+    kv: str = "exact",
     draft_weights: str = "exact",
     **options: Any,
 ) -> LLM:
@@ -89,6 +90,8 @@ def load(
         activations: "exact", or the format to which the kernels round the inputs of linear layers: "bfloat16" with
             weights in bfloat16, "int16" or "int8" with weights in int8 or int4. Prompts and large trees then cost
             less; the output is again the rounded model's.
+        kv: "exact", or "bfloat16", to which the kernels round keys and values: half of their memory, and long contexts
+            cost less; the output is again another model's.
         draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
             int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
             products. This changes guesses only, no text.
@@ -115,14 +118,9 @@ def load(
     settings = TargetSettings(tokenizer, dtype, device, trust_remote_code, _adapters(adapter), spread, gguf_file)
     with plain_defaults():
         loaded_target, loaded_tokenizer = read_target(target, known, settings)
-        runner = RUNNER.plug or PlainRunner()
+        runner, own = RUNNER.plug or PlainRunner(), isinstance(target, str | Path | None)
         loaded_target = runner.with_fastest_runner(
-            loaded_target,
-            on_or_off(kernels),
-            own=isinstance(target, str | Path | None),
-            weights=weights,
-            activations=activations,
-            draft_weights=draft_weights,
+            loaded_target, on_or_off(kernels), own, weights, activations, kv, draft_weights
         )
         if isinstance(draft, str) and draft == AUTO:
             draft, drafter = _listed_drafter(loaded_target, method, options, draft_with)

@@ -58,7 +58,7 @@ class RunnerPlug(Protocol):
     """Chooses who computes: a `Runner` with its `Ops`."""
 
     def with_fastest_runner(
-        self, target: Target, kernels: str, own: bool, weights: str, activations: str, draft_weights: str
+        self, target: Target, kernels: str, own: bool, weights: str, activations: str, kv: str, draft_weights: str
     ) -> Target:
         """Return the target with a runner. The parameters are as for `eyas.load`; `own`: eyas has loaded
         the model."""
@@ -210,10 +210,10 @@ class PlainRunner:
     """Serves as the plug where none is in the socket `RUNNER`: the model's own forward."""
 
     def with_fastest_runner(
-        self, target: Target, kernels: str, own: bool, weights: str, activations: str, draft_weights: str
+        self, target: Target, kernels: str, own: bool, weights: str, activations: str, kv: str, draft_weights: str
     ) -> Target:
         """Return the target as it is. Raise OptionError if more is asked for."""
-        asked = {"weights": weights, "activations": activations, "draft_weights": draft_weights}
+        asked = {"weights": weights, "activations": activations, "kv": kv, "draft_weights": draft_weights}
         rounded = [f"{name} {value}" for name, value in asked.items() if value != "exact"]
         if rounded or kernels not in ("auto", "off"):
             RUNNER.plug_for(rounded[0] if rounded else f"kernels {kernels}")

@@ -393,7 +393,8 @@ class TargetSession:
 
     def __init__(self, target: Target, rows: int, feature_layers: tuple[int, ...]) -> None:
         self.target, self.rows, self.feature_layers = target, rows, feature_layers
-        self.cache = KVCache(target.layout, rows, target.dtype, target.device, target.runner.ops.commit)
+        dtype = getattr(torch, target.runner.weight_format.kv, target.dtype)  # of "exact" there is none
+        self.cache = KVCache(target.layout, rows, dtype, target.device, target.runner.ops.commit)
         self.length_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.lengths = [0] * rows  # the host's copy of `length_B`; stale between `commit` and `set_host_lengths`
         opened = [extension.open(self) for extension in target.extensions]

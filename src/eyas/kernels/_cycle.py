@@ -45,11 +45,12 @@ def follow(
 
 def commit(store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
     """Move the nodes of each row's path to the slots after its committed ones, in a cache [E, B,
-    K, slots, h] of float32."""
+    K, slots, h]."""
     length_B, path_BP = length_B.contiguous(), path_BP.contiguous()
+    E, B, K, slots, h = store.shape
     library().eyas_commit(
-        c_void_p(address(store)),
-        *map(c_int64, store.shape),
+        c_void_p(address(store, store.dtype)),
+        *map(c_int64, (E, B, K, slots, h * store.element_size())),
         _integers(length_B),
         _integers(path_BP),
         c_int64(path_BP.shape[1]),

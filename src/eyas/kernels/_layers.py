@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.kernels import _records
 from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
-from eyas.kernels._records import address, floats
+from eyas.kernels._records import KINDS, address, floats
 
 __all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass"]
 
@@ -153,7 +153,7 @@ class Pass:
     """float32 [positions, h], or [tables, positions, h] where layers have several; h: the numbers that are rotated."""
     sine: Tensor
     store: Tensor
-    """The cache, float32 [layers x {key, value}, B, K, slots, h]."""
+    """The cache, float32 or bfloat16 [layers x {key, value}, B, K, slots, h]."""
     rows: Sequence[int]
     """The R rows of the cache that this pass reads and writes."""
     counts: Sequence[int] = ()
@@ -213,7 +213,8 @@ class Layers:
         """Return the records of a pass, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
-        entry, row, head, slot, _ = store.stride()
+        size = store.element_size()
+        entry, row, head, slot, _ = (stride * size for stride in store.stride())
         threads = count(self.threads)
         score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
@@ -224,8 +225,9 @@ class Layers:
         pointers = [address(x, torch.long) for x in integers] + [address(x, torch.bool) for x in masks]
         table = forward.cosine[0].numel() if forward.cosine.ndim == 3 else 0
         record = _records.Pass(R, Q, T, *pointers, *map(address, angles), table, score_stride, *buffers, threads)
-        keys = address(store) or 0
-        cache = _records.KVCache(keys, keys + 4 * entry, address(begin_R, torch.long), 2 * entry, head, slot)
+        keys = address(store, store.dtype) or 0
+        kind = KINDS.index(str(store.dtype).removeprefix("torch."))
+        cache = _records.KVCache(keys, keys + entry, address(begin_R, torch.long), 2 * entry, head, slot, kind)
         return record, cache, (*integers, *masks, *angles, begin_R)
 
     def _work_space(self, M: int, threads: int, score_stride: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class KVCache(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("row", c_void_p),
-        *((name, c_int64) for name in ("layer", "head", "slot")),
+        *((name, c_int64) for name in ("layer", "head", "slot", "type")),
     )
 
 

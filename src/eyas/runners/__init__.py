@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import copy
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -41,6 +42,7 @@ def with_fastest_runner(
     own: bool = True,
     weights: str = "exact",
     activations: str = "exact",
+    kv: str = "exact",
     draft_weights: str = "exact",
 ) -> Target:
     """Return the target with its fastest runner.
@@ -58,16 +60,19 @@ def with_fastest_runner(
             is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
         activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
             int8 and int4 weights); the output is then the rounded model's.
+        kv: keys and values of the cache. "exact": in the target's dtype; "bfloat16": rounded to that by kernels,
+            which makes another target, too.
         draft_weights: format of draft nets, which changes guesses and never the text. "fp8": by eyas-gpu, on
             GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
             weights to int8.
 
     Raises:
-        OptionError: an unknown value; rounded weights or activations, or a fixed order, that no kernel here supports.
+        OptionError: an unknown value; rounded numbers, or a fixed order, that no kernel here supports.
     """
     for name, word, words in (
         ("weights", weights, WEIGHTS),
         ("activations", activations, ACTIVATIONS),
+        ("kv", kv, ("exact", "bfloat16")),
         ("draft_weights", draft_weights, DRAFT_WEIGHTS),
         ("kernels", kernels, KERNELS),
     ):
@@ -80,9 +85,10 @@ def with_fastest_runner(
         )
     _disable_cudnn_attention(target.device)
     _warn_of_caveats(target)
-    if weights == "auto" and (weights := weights_that_fit(target)) != "exact":
+    if weights == "auto" and (weights := weights_that_fit(target, kv)) != "exact":
         log.info("weights auto: %s, as exact ones do not fit into the free memory", weights)
-    made = copy(_with_runner(target, kernels, own, WeightFormat(weights, activations)))  # type: ignore[arg-type]
+    weight_format = WeightFormat(weights, activations, kv)  # type: ignore[arg-type]
+    made = copy(_with_runner(target, kernels, own, weight_format))
     if draft_weights == "int4" and not ("int4" in made.runner.ops.draft_formats and has_dots()):
         own_model = "" if own or kernels != "auto" else "; a model that you loaded gets kernels with kernels='on'"
         raise OptionError(
@@ -100,7 +106,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             raise _no_fixed_order("requests switch its adapters; merge one")
         if not weight_format.exact:
             raise OptionError(
-                "rounded weights and activations are for the compiled kernels, which do not switch adapters: merge one"
+                f"{_rounded(weight_format)} are for the compiled kernels, which do not switch adapters: merge one"
             )
         if kernels in ("on", "compile"):
             warnings.warn(
@@ -109,11 +115,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             )
         return target if kernels == "off" else _with_cycle_kernels(target)
     if not weight_format.exact:
-        asked = (
-            f"weights {weight_format.weights}"
-            if weight_format.activations == "exact"
-            else f"activations {weight_format.activations}"
-        )
+        asked = _rounded(weight_format)
         if kernels == "off":
             raise OptionError(f"{asked} are for the compiled kernels: remove kernels='off'")
         try:
@@ -140,6 +142,13 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
         if kernels == "on":
             warnings.warn(f"the model runs by its own forward: {why}", stacklevel=4)
         return _with_cycle_kernels(target)
+
+
+def _rounded(weight_format: WeightFormat) -> str:
+    """Return the last format that rounds, with the name of its option: "weights int8"."""
+    forms = {name: form for name, form in asdict(weight_format).items() if form != "exact"}
+    name, form = forms.popitem()
+    return f"{name} {form}"
 
 
 def _warn_of_caveats(target: Target) -> None:

@@ -139,7 +139,9 @@ def packing_of(target: Target, weight_format: WeightFormat) -> Iterator[Packing]
     checkpoint, file, limit = stored_in(target.model), None, limit_bytes("EYAS_PACKED_CACHE_GB", 40)
     with ExitStack() as stack:
         if checkpoint is not None and checkpoint.config.num_hidden_layers == target.num_layers and limit:
-            parts = checkpoint.digests, checkpoint.config.to_json_string(), weight_format, kernels.build_name()
+            config = checkpoint.config.to_json_string()
+            packed = weight_format.weights, weight_format.activations
+            parts = checkpoint.digests, config, packed, kernels.build_name()
             path = user_cache() / "packed" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.bin"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,9 @@ def packing_of(target: Target, weight_format: WeightFormat) -> Iterator[Packing]
 
 def check_fit(target: Target, weight_format: WeightFormat) -> None:
     """Log the memory that a target with weights in files needs, before they are read. Raise FitError if it is not free."""
-    needed, cache, free = _bytes(target, weight_format), _cache_bytes(target), psutil.virtual_memory().available
+    needed = _bytes(target, weight_format)
+    cache = _cache_bytes(target, weight_format.kv)
+    free = psutil.virtual_memory().available
     log.info(
         "weights %.2f GB, keys and values %.2f GB for %d tokens; %.1f GB are free",
         needed / 1e9,
@@ -179,11 +183,11 @@ def check_fit(target: Target, weight_format: WeightFormat) -> None:
     )
 
 
-def weights_that_fit(target: Target) -> str:
+def weights_that_fit(target: Target, kv: str = "exact") -> str:
     """Return the format of weights that fits into the memory and loses least; "exact" for a model that holds its weights."""
     if stored_in(target.model) is None:
         return "exact"
-    free = psutil.virtual_memory().available - _cache_bytes(target) - RESERVE
+    free = psutil.virtual_memory().available - _cache_bytes(target, kv) - RESERVE
     fitting = (name for name in SMALLER if _bytes(target, WeightFormat(name)) <= free)  # type: ignore[arg-type]
     return next(fitting, SMALLER[-1])
 
@@ -197,6 +201,8 @@ def _bytes(target: Target, weight_format: WeightFormat) -> int:
     return sum(kernels.packed_bytes(one, weight_format) for one in rows)
 
 
-def _cache_bytes(target: Target) -> int:
+def _cache_bytes(target: Target, kv: str = "exact") -> int:
+    """Return how much TOKENS keys and values take in this format."""
     numbers = sum(heads * (key + value) for heads, key, value in filter(None, target.layout))
-    return 4 * TOKENS * numbers
+    size = 4 if kv == "exact" else 2
+    return TOKENS * numbers * size

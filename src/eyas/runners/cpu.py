@@ -71,8 +71,10 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     if proof is not None and not known:
         proof.keep()
     _check_weight_format(weight_format, made)
-    if made is None or not weight_format.exact:
+    of_weights = replace(weight_format, kv="exact")
+    if made is None or not of_weights.exact:
         made = CpuRunner(target, weight_format)
+    made.weight_format = weight_format
     made.choose_threads()
     return made
 

@@ -48,10 +48,7 @@ class CpuCycleOps(Ops):
         )
 
     def commit(self, store: Tensor, length_B: Tensor, path_BP: Tensor) -> None:
-        if store.dtype == torch.float32:
-            kernels.commit(store, length_B, path_BP)
-        else:
-            super().commit(store, length_B, path_BP)
+        kernels.commit(store, length_B, path_BP)
 
 
 class CpuOps(CpuCycleOps):

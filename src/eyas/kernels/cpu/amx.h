@@ -22,6 +22,7 @@ struct AmxFormat {
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
     defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__linux__)
+#define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -190,17 +190,17 @@ int64_t eyas_follow(const int64_t* tokens, const int64_t* parents, const uint8_t
     return matching_siblings;
 }
 
-// Move the accepted nodes of a cache [E, B, K, slots, h] to the slots behind the committed ones;
-// the root is there already.
-void eyas_commit(float* store, int64_t E, int64_t B, int64_t K, int64_t slots, int64_t h,
+// Move the accepted nodes of a cache [E, B, K, slots, bytes] to the slots behind the committed
+// ones; the root is there already.
+void eyas_commit(char* store, int64_t E, int64_t B, int64_t K, int64_t slots, int64_t bytes,
                  const int64_t* length, const int64_t* path, int64_t P) {
     for (int64_t row = 0; row < E * B * K; row++) {
         const int64_t b = row / K % B;
-        float* first = store + (row * slots + length[b]) * h;
+        char* first = store + (row * slots + length[b]) * bytes;
         for (int64_t p = 1; p < P && path[b * P + p] >= 0;
              p++)  // a node's slot is never before its place on the path
             if (path[b * P + p] != p)
-                std::memcpy(first + p * h, first + path[b * P + p] * h, h * sizeof(float));
+                std::memcpy(first + p * bytes, first + path[b * P + p] * bytes, bytes);
     }
 }
 

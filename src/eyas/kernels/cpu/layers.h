@@ -1,6 +1,7 @@
 // Attention over a KV cache, and whole decoder layers.
 #pragma once
 
+#include "amx_attention.h"
 #include "linear.h"
 
 // RoPE of the first r floats of a head, in LLaMA's layout of halves
@@ -17,6 +18,37 @@ static inline void cap(float* x, int64_t count, float softcap) {
     for (int64_t i = 0; i < count; i += LANES)
         store(x + i, softcap * tanh_vec(load(x + i) / softcap));
 }
+
+// Keys or values [h] of a head as the cache has them, rounded to its type.
+static inline void write_slot(char* to, int64_t type, const float* x, int64_t h) {
+    if (type == FLOAT32) {
+        std::memcpy(to, x, h * sizeof(float));
+        return;
+    }
+    for (int64_t d = 0; d < h; d++) {
+        const uint16_t number = to_bfloat16(x[d]);
+        std::memcpy(to + 2 * d, &number, sizeof number);
+    }
+}
+
+// Slots of a cache as floats: where they are, or widened; up to a multiple of LANES.
+template <int CHUNKS>
+struct Widened {
+    const float* const* at;
+    const float* rows[4 * LANES];
+    float room[4 * LANES][CHUNKS * LANES];
+
+    Widened(const char* const* from, int64_t count, int64_t type) : at((const float* const*)from) {
+        if (type == FLOAT32) return;
+        at = rows;
+        for (int64_t j = 0; j < (count + LANES - 1) / LANES * LANES; j++) {
+            rows[j] = room[j];
+#pragma GCC unroll 16
+            for (int d = 0; d < CHUNKS; d++)
+                store(room[j] + d * LANES, load_bfloat16((const uint8_t*)from[j] + 2 * d * LANES));
+        }
+    }
+};
 
 // For one row's new nodes and one key-value head: norm and rotate queries and keys, and store keys
 // and values in the cache.
@@ -39,9 +71,9 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
-        std::memcpy(c.keys + offset, p.qkv + m * stride + (s.heads + k) * h, h * sizeof(float));
-        std::memcpy(c.values + offset, p.qkv + m * stride + (s.heads + s.kv_heads + k) * h,
-                    h * sizeof(float));
+        write_slot(c.keys + offset, c.type, p.qkv + m * stride + (s.heads + k) * h, h);
+        write_slot(c.values + offset, c.type, p.qkv + m * stride + (s.heads + s.kv_heads + k) * h,
+                   h);
     }
 }
 
@@ -121,7 +153,8 @@ template <int CHUNKS>
 struct QueryGroup {
     const Shape& s;
     const Pass& p;
-    const float *keys, *values;  // of the row and the key-value head
+    const char *keys, *values;  // of the row and the key-value head
+    int64_t type;
     const uint8_t* visible;
     int64_t stride, row, first, queries, head, heads, begin, shared;
     float* scores;  // [pair][score_stride]
@@ -130,19 +163,22 @@ struct QueryGroup {
         return visible + (row * p.queries + first + n) * p.nodes;
     }
 
-    // a multiple of LANES from `begin` on; the rest is read with the other slots
+    bool tiled() const { return TileGroup<CHUNKS>::suits(type); }
+
+    // a multiple of what is read at once from `begin` on; the rest is read with the other slots
     int64_t shared_slots() const {
         int64_t nodes = p.nodes;
         for (int64_t n = 0; n < queries; n++)
             if (const void* hidden = std::memchr(visible_to(n), 0, nodes))
                 nodes = (const uint8_t*)hidden - visible_to(n);
-        return begin + (p.length[row] + nodes - begin) / LANES * LANES;
+        const int64_t unit = tiled() ? 2 * LANES : LANES;
+        return begin + (p.length[row] + nodes - begin) / unit * unit;
     }
 
     // act(index of the first score, pointers to keys or values, how many), at most BLOCK at a time
     template <int BLOCK, class Do>
-    void for_shared_slots(const float* from, Do act) const {
-        const float* at[BLOCK];
+    void for_shared_slots(const char* from, Do act) const {
+        const char* at[BLOCK];
         for (int64_t slot = begin; slot < shared; slot += BLOCK) {
             const int64_t count = std::min<int64_t>(BLOCK, shared - slot);
             for (int64_t j = 0; j < count; j++) at[j] = from + (slot + j) * stride;
@@ -152,25 +188,27 @@ struct QueryGroup {
 
     // The same for the other slots that query n sees. Returns how many slots it sees in all.
     template <class Do>
-    int64_t for_other_slots(int64_t n, const float* from, Do act) const {
-        const float* at[LANES];
+    int64_t for_other_slots(int64_t n, const char* from, Do act) const {
+        const char* at[2 * LANES];
         const uint8_t* visible_nodes = visible_to(n);
         int64_t place = shared - begin, count = 0;
         auto pass = [&] {
-            for (int64_t j = count; j < LANES; j++) at[j] = at[0];
+            for (int64_t j = count; j < 2 * LANES; j++) at[j] = at[0];
             act(place, at, count);
             place += count, count = 0;
         };
-        for (int64_t slot = shared; slot < p.length[row]; slot++)
+        auto add = [&](int64_t slot) {
             at[count++] = from + slot * stride;
+            if (count == 2 * LANES) pass();
+        };
+        for (int64_t slot = shared; slot < p.length[row]; slot++) add(slot);
         for (int64_t t = std::max<int64_t>(shared - p.length[row], 0); t < p.nodes; t++) {
             if (uint64_t eight;
                 t + 8 <= p.nodes && (std::memcpy(&eight, visible_nodes + t, 8), !eight)) {
                 t += 7;
                 continue;
             }
-            if (visible_nodes[t]) at[count++] = from + (p.length[row] + t) * stride;
-            if (count == LANES) pass();
+            if (visible_nodes[t]) add(p.length[row] + t);
         }
         if (count) pass();
         return place;
@@ -226,29 +264,47 @@ struct QueryGroup {
             out[n] = p.context + (m * s.heads + i) * h;
             std::memset(out[n], 0, h * sizeof(float));
         }
-        for_shared_slots<LANES>(keys, [&](int64_t place, const float* const* key, int64_t) {
-            score(query, scores_at, pairs, place, key);
-        });
+        TileGroup<CHUNKS> tiles(query, pairs);
+        const auto score_keys = [&](int64_t from, int64_t pairs, int64_t place,
+                                    const char* const* key, int64_t count) {
+            if (tiled() && count == 2 * LANES)
+                return tiles.score(from, pairs, scores_at, place, key);
+            const Widened<CHUNKS> keys(key, count, type);
+            for (int64_t i = 0; i < count; i += LANES)
+                score(query + from, scores_at + from, pairs, place + i, keys.at + i);
+        };
+        for_shared_slots<2 * LANES>(
+            keys, [&](int64_t place, const char* const* key, int64_t count) {
+                score_keys(0, pairs, place, key, count);
+            });
         for (int64_t n = 0; n < queries; n++) {
             const int64_t from = n * heads;
-            int64_t count =
-                for_other_slots(n, keys, [&](int64_t place, const float* const* key, int64_t) {
-                    score(query + from, scores_at + from, heads, place, key);
+            int64_t count = for_other_slots(
+                n, keys, [&](int64_t place, const char* const* key, int64_t count) {
+                    score_keys(from, heads, place, key, count);
                 });
             for (int64_t i = from; i < from + heads; i++) {
                 if (s.softcap != 0) cap(scores_at[i], count, s.softcap);
                 totals[i] = exp_inplace(scores_at[i], count);
             }
         }
+        const auto add = [&](int64_t from, int64_t pairs, int64_t place, const char* const* value,
+                             int64_t count) {
+            if (tiled() && count % (2 * LANES) == 0)
+                return tiles.add_values(scores_at, from, pairs, place, value, count);
+            const Widened<CHUNKS> values(value, count, type);
+            add_values(scores_at + from, pairs, place, values.at, count, out + from);
+        };
         for_shared_slots<4 * LANES>(
-            values, [&](int64_t place, const float* const* value, int64_t count) {
-                add_values(scores_at, pairs, place, value, count, out);
+            values, [&](int64_t place, const char* const* value, int64_t count) {
+                add(0, pairs, place, value, count);
             });
         for (int64_t n = 0; n < queries; n++)
             for_other_slots(
-                n, values, [&](int64_t place, const float* const* value, int64_t count) {
-                    add_values(scores_at + n * heads, heads, place, value, count, out + n * heads);
+                n, values, [&](int64_t place, const char* const* value, int64_t count) {
+                    add(n * heads, heads, place, value, count);
                 });
+        if (tiled()) tiles.finish(out);
         for (int64_t n = 0; n < pairs; n++)
             for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];
     }
@@ -284,12 +340,13 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
         if (layer.window && p.position[r * p.queries + first] >= layer.window)
             begin = p.position[r * p.queries + first] - layer.window + 1;
         if (begin > p.length[r]) begin = p.length[r];
-        const float *keys = c.keys + c.row[r] + k * c.head,
-                    *values = c.values + c.row[r] + k * c.head;
+        const char *keys = c.keys + c.row[r] + k * c.head,
+                   *values = c.values + c.row[r] + k * c.head;
         QueryGroup<CHUNKS>{s,
                            p,
                            keys,
                            values,
+                           c.type,
                            layer.window ? p.visible_in_window : p.visible,
                            c.slot,
                            r,

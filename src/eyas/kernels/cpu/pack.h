@@ -35,13 +35,6 @@ static inline float bfloat16_to_float(uint16_t number) {
     return value;
 }
 
-static inline uint16_t to_bfloat16(float value) {  // to the nearest, even
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (value != value) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 static inline uint16_t read_16(const uint8_t* at) {
     uint16_t value;
     std::memcpy(&value, at, 2);

@@ -84,9 +84,10 @@ struct Shape {
 };
 
 struct KVCache {
-    float *keys, *values;       // of layer 0; [layer, row, K, slot, h]
-    const int64_t* row;         // [R]: where each row of the pass begins, in floats
-    int64_t layer, head, slot;  // strides in floats
+    char *keys, *values;        // of layer 0; [layer, row, K, slot, h]
+    const int64_t* row;         // [R]: where each row of the pass begins, in bytes
+    int64_t layer, head, slot;  // strides in bytes
+    int64_t type;               // of the numbers: FLOAT32 or BFLOAT16
 
     KVCache of_layer(int64_t number) const {
         KVCache other = *this;

@@ -54,6 +54,13 @@ static inline FloatVec load(const float* p) {
 }
 static inline void store(float* p, FloatVec v) { std::memcpy(p, &v, sizeof v); }
 
+static inline uint16_t to_bfloat16(float value) {  // to the nearest, even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // a * b + c of single numbers, rounded as often as in vectors. Left to themselves, compilers may
 // contract a * b + c or not wherever a function is inlined, and bits would depend on the shape of a
 // pass.

@@ -86,7 +86,7 @@ def summarise(
 
 
 def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
-    forms = ("weights", "activations", "draft_weights")
+    forms = ("weights", "activations", "kv", "draft_weights")
     rounded = [f"{name.replace('_', ' ')} rounded to {settings[name]}" for name in forms if settings[name] != "exact"]
     how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
     title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"

@@ -134,8 +134,9 @@ def _check(job: AuditOptions, draft: DraftOptions, model: TargetOptions) -> tupl
         raise UsageError("--plain-url goes with --url")
     if job.error >= 0.5:
         raise OptionError("--error must be below 0.5")
-    if model.weights != "exact" or model.activations != "exact":
-        raise OptionError("the referee is the target as it is: leave --weights and --activations out")
+    forms = {model.weights, model.activations, model.kv}
+    if forms != {"exact"}:
+        raise OptionError("the referee is the target as it is: leave --weights, --activations and --kv out")
     made = []
     for text in job.sampling:
         numbers = text.split(":")

@@ -19,7 +19,9 @@ __all__ = ["ExactTarget", "check_exact", "load_target", "recorded_target", "trai
 
 def check_exact(model: TargetOptions) -> None:
     """Refuse a rounded target and kernels where features are read."""
-    for name, fitting in {"kernels": ("auto", "off"), "weights": ("exact",), "activations": ("exact",)}.items():
+    exact = dict.fromkeys(("weights", "activations", "kv"), ("exact",))
+    allowed = {"kernels": ("auto", "off"), **exact}
+    for name, fitting in allowed.items():
         if (given := getattr(model, name)) not in fitting:
             raise OptionError(f"--{name} {given}: features are read by the model's own forward, as it is: leave it out")
 

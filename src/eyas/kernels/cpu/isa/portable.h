@@ -16,6 +16,11 @@ static inline FloatVec load(const int8_t* p) {
 }
 static inline FloatVec fma(FloatVec a, FloatVec b, FloatVec c) { return a * b + c; }
 static inline FloatVec to_float(IntVec x) { return __builtin_convertvector(x, FloatVec); }
+static inline FloatVec load_bfloat16(const uint8_t* p) {
+    uint16_t x[LANES];
+    std::memcpy(x, p, sizeof x);
+    return (FloatVec)(IntVec{x[0], x[1], x[2], x[3]} << 16);
+}
 static inline bool any(IntVec x) { return x[0] | x[1] | x[2] | x[3]; }
 
 // The horizontal sums of 4 vectors, as one vector.

@@ -57,5 +57,5 @@ def _features(runner: CpuRunner, tokens_M: Tensor, lengths: Sequence[int], featu
     runner.layers.threads = threads
     runner.layers(x_MD, attention_pass, inner, features_MF)
     if L in feature_layers:
-        kernels.head(x_MD, runner.norm_D, runner.eps, None, features_MF[:, D * len(inner) :], threads)
+        runner.norm(x_MD, None, features_MF[:, D * len(inner) :], threads)
     return features_MF

@@ -140,10 +140,10 @@ def head(
 def scale_logits(logits: Tensor, scale: float, softcap: float, threads: ThreadCount = None) -> None:
     """Multiply logits by `scale` and cap them (0: no cap), in place. Padding that `linear` leaves after each row is changed,
     too. So the bits of a row do not depend on other rows."""
-    storage = logits.untyped_storage()
-    library().eyas_scale(
-        c_void_p(storage.data_ptr()), c_int64(storage.nbytes() // 4), c_float(scale), c_float(softcap), c_int64(count(threads)),
-    )  # fmt: skip
+    whole = torch.empty(0, dtype=torch.float32, device="cpu").set_(logits.untyped_storage())
+    factors = torch.tensor([scale, softcap], dtype=torch.float32, device="cpu")
+    pointers = c_void_p(address(whole)), c_int64(whole.numel()), c_void_p(address(factors))
+    library().eyas_scale(*pointers, c_int64(count(threads)))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, threads: ThreadCount = 1) -> Tensor:

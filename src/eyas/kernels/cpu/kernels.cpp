@@ -112,9 +112,11 @@ void eyas_head(const float* x, int64_t M, int64_t D, const float* norm, const fl
     }
 }
 
-// x *= scale, then x = softcap * tanh(x / softcap), unless it is 0. count: a multiple of LANES.
-void eyas_scale(float* x, int64_t count, float scale, float softcap, int64_t threads) {
+// x *= factors[0], then x = c * tanh(x / c) with c = factors[1], unless it is 0. count: a multiple of
+// LANES.
+void eyas_scale(float* x, int64_t count, const float* factors, int64_t threads) {
     const int64_t vectors = count / LANES;
+    const float scale = factors[0], softcap = factors[1];
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < vectors; i++) {
         store(x + i * LANES, load(x + i * LANES) * scale);

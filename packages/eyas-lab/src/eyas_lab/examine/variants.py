@@ -121,7 +121,7 @@ def _orders(weights: Weights, layers: tuple[int, ...]) -> Iterator[_Changes]:
 
 def _norms(weights: Weights, layers: tuple[int, ...], target: Target) -> Iterator[_Changes]:
     """Yield the other norms before fc of EAGLE-3."""
-    config, one = weights.config, torch.ones(len(layers) * target.hidden_size)
+    config, one = weights.config, torch.ones(len(layers) * target.hidden_size, dtype=torch.float32)
     if "carries" not in config:
         return
     each = {f"fc_norm.{i}.weight": part for i, part in enumerate(one.chunk(len(layers)))}

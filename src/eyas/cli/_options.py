@@ -124,7 +124,7 @@ class TargetOptions:
     """Round the inputs of matrix products, too: bfloat16 for bfloat16 weights, int16 or int8 for int8 and int4
     weights."""
     kv: Annotated[Literal["exact", "bfloat16"], "Machine"] = "exact"
-    """Round keys and values: half of their memory, faster at long contexts. By compiled kernels."""
+    """Round keys and values by the kernels: less memory."""
     verbose: VERBOSE = False
 
 

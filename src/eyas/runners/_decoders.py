@@ -314,15 +314,10 @@ def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
     """Return the description of experts that do not have these sizes."""
     count = mixture.shapes[0][0]
     fits = mixture.shapes == ((count, D), (count, 2 * inner, D), (count, D, inner))
-    weights, known = (
-        [x for module in mixture for x in module.parameters()],
-        1 if isinstance(mixture.experts, StoredExperts) else 3,
-    )
-    return (
-        ""
-        if fits and len(weights) == known and {x.dtype for x in weights} == {torch.float32}
-        else one_line(mixture, 120)
-    )
+    weights = [x for module in mixture for x in module.parameters()]
+    expected = 1 if isinstance(mixture.experts, StoredExperts) else 3  # the others would be biases
+    is_known = len(weights) == expected and {x.dtype for x in weights} == {torch.float32}
+    return "" if fits and is_known else one_line(mixture, 120)
 
 
 def _weight_fault(part: Part, shape: tuple[int, int]) -> str:

@@ -68,7 +68,7 @@ class Noise:
         """Return Gumbel variables, -log(-log u)."""
         return np.asarray(-np.log(-np.log(self.uniform(stream, position, count))), np.float32)
 
-    # What the rules read. `length` is the number of tokens before the root, `depth` a node's.
+    # Numbers for the rules of acceptance. `length`: the tokens before the root. `depth`: of a node.
 
     def of_target(self, length: int, depth: int, vocab: int) -> Floats:
         """Return the noise with which the target draws the token after a node."""

@@ -187,20 +187,20 @@ def stale_draft_keys(decoder: Decoder) -> bool:
     return runs_on_drafts(decoder) and decoder.case.window is None
 
 
-@fault("after a rejection the target's cache keeps the rejected tokens: the text is no longer the target's")
+@fault("after a rejection the target's cache keeps the rejected tokens, so the text differs from plain decoding")
 def stale_target_keys(decoder: Decoder) -> bool:
     decoder.stale = True
     return True
 
 
-@fault("nodes below the root have positions one too large in the target's pass: the text is no longer the target's")
+@fault("the target's pass gives nodes below the root positions one too large, so the text differs from plain decoding")
 def target_positions_one_too_large(decoder: Decoder) -> bool:
     decoder.offset = 1
     return True
 
 
 @fault(
-    "drafts are accepted that the target does not choose (twice the chance, or among its two best): the text is no longer the target's"
+    "the engine accepts drafts with twice their chance, or among the target's two best, so the text differs from plain decoding"
 )
 def lenient_acceptance(decoder: Decoder) -> bool:
     decoder.lenient = 2

@@ -152,7 +152,7 @@ class Head:
 class Eagle1(Head):
     """EAGLE-1 and EAGLE-2: fc over [embedding, feature], a layer without an input norm; the target's lm_head."""
 
-    drafted = 0  # slots of drafted nodes, after those of committed pairs
+    drafted = 0  # drafted nodes in the cache; their slots come after the committed pairs
 
     def setup(self) -> None:
         self.nets = [Layer(self.tensors, "layers.0.", self.config)]

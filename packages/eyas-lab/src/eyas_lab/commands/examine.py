@@ -38,7 +38,7 @@ eyas examine HEAD --target MODEL --prompts mine.txt --json  # your own prompts, 
 eyas examine HEAD --target MODEL --metrics http://127.0.0.1:8000/metrics  # compare with the counters of a server
 """
 NOTES = (
-    "Exit status: 0 the head fits, 1 it does not, or not as it is published, 2 bad input.",
+    "Exit status: 0 if the head fits unchanged, 1 if it needs changes or does not fit, 2 for bad input.",
     "eyas doctor checks the installation; eyas examine checks a head.",
 )
 

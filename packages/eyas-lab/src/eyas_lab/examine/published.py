@@ -50,7 +50,7 @@ class Edit(NamedTuple):
 
 
 def edit_for(published: Published, source: str, wanted: Weights) -> Edit | None:
-    """Return the change of config.json with which the file is read as the wanted head; None if there is no such change."""
+    """Return a change of config.json that makes the reader return the wanted head; None if no change does."""
     base = interpret(published, source).config
     changed = [key for key, value in wanted.config.items() if key not in RECORDS and value != base.get(key)]
     fields = [field for key in changed for field in _fields(key, wanted.config[key])]

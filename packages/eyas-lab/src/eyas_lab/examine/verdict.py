@@ -70,7 +70,7 @@ class Examination:
     """The findings about a head."""
 
     method: str
-    published: Figures | None  # of the head as it is published; None if its reader refuses it
+    published: Figures | None  # of the unchanged head; None if its reader refuses the file
     refusal: str  # why it does
     steps: tuple[Step, ...]
     tried: tuple[

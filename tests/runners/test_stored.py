@@ -265,6 +265,16 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
         load(place)
 
 
+def test_code_that_orders_rows_differently_packs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an upgrade of eyas: a packed file does not say which row is where, so only the code that wrote it may read it."""
+    place, code = folder(tmp_path), tmp_path / "order.py"
+    monkeypatch.setattr(_packing, "ORDER", [code])
+    for text in ("one order", "another order"):
+        code.write_text(text)
+        load(place)
+    assert len(packed_files(tmp_path)) == 2
+
+
 def test_drafts_read_a_stored_target(tmp_path: Path) -> None:
     """Guards what heads take from a target: its table of embeddings and its lm_head, which stay in the file."""
     place = folder(tmp_path)

@@ -57,14 +57,13 @@ class Decoder:
     rotates: Callable[[Any], bool] = lambda attention: True
 
 
-LLAMA = Decoder()
 GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 OLMO = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # norms of outputs alone
 GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 ONE_NORM = ("input_layernorm", "", "", "")
 FUSED = ("gate_up_proj", "down_proj")
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "seed_oss"), LLAMA),
+    **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "seed_oss"), Decoder()),
     "arcee": Decoder(mlp=("up_proj", "down_proj")),
     "cohere": Decoder(ONE_NORM, centred=True, parallel=True, interleaved=True),
     "cohere2": Decoder(

@@ -1,7 +1,8 @@
 """Packs a target's matrices for the CPU kernels, into memory or into a file that is mapped at the next load.
 
     ~/.cache/eyas/packed/KEY.bin    matrices one after the other, each at a page of its own. KEY hashes the checkpoint's
-                                    files, its configuration, the format of weights and the compiled kernels
+                                    files, its configuration, the format of weights, the compiled kernels and the code
+                                    that orders matrices and rows
 
 EYAS_SHARE_WEIGHTS=1 maps the file, and processes share its pages. Otherwise it is read into memory of its own, in huge
 pages, which made decoding 12 % faster, unless that takes more than half of the free memory. Files that were used least
@@ -37,6 +38,7 @@ __all__ = ["Packing", "check_fit", "packing_of", "weights_that_fit"]
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 PAGE = 4096  # bytes; a matrix begins at a multiple
+ORDER = [Path(__file__), Path(__file__).with_name("_decoders.py")]  # which say what lies where in a packed file
 COPIED_SHARE = 0.5  # of the free memory, up to which weights are copied
 RESERVE = 1 << 30  # bytes that a process takes besides weights, keys and values
 TOKENS = 4096  # whose keys and values are counted with the weights
@@ -141,7 +143,8 @@ def packing_of(target: Target, weight_format: WeightFormat) -> Iterator[Packing]
         if checkpoint is not None and checkpoint.config.num_hidden_layers == target.num_layers and limit:
             config = checkpoint.config.to_json_string()
             packed = weight_format.weights, weight_format.activations
-            parts = checkpoint.digests, config, packed, kernels.build_name()
+            order = [hashlib.sha256(path.read_bytes()).hexdigest() for path in ORDER]
+            parts = checkpoint.digests, config, packed, kernels.build_name(), order
             path = user_cache() / "packed" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.bin"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Drafters of today beside EAGLE-3: six heads of the embedded model, each trained on the same 300,000
 # tokens in the same order, then compared on held-in chats (tau, time of a draft, tokens per second).
-#     DATA=../shared/data runs/drafters.sh heads             # two at a time, on a thread each; goes on where it was
-#     DATA=../shared/data runs/drafters.sh heads eagle3 mtp  # these only
-#     DATA=../shared/data runs/drafters.sh compare           # those that are there, on a machine that does nothing else
-#     DATA=../shared/data runs/drafters.sh pictures          # a draft tree of every method, for its page
+#     DATA=FOLDER runs/drafters.sh heads             # two at a time, on a thread each; goes on where it was
+#     DATA=FOLDER runs/drafters.sh heads eagle3 mtp  # these only
+#     DATA=FOLDER runs/drafters.sh compare           # those that are there, on a machine that does nothing else
+#     DATA=FOLDER runs/drafters.sh pictures          # a draft tree of every method, for its page
 # TOKENS changes the number of training tokens.
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"

@@ -1,6 +1,6 @@
 """Train the EAGLE-3 head of SmolLM2-135M-Instruct on a GPU, from its own answers, in nine minutes.
 
-    python runs/gpu_head.py prompts --data ../shared/data/train --folder out/gpu_head   # no GPU needed
+    python runs/gpu_head.py prompts --data DATA/train --folder out/gpu_head   # no GPU needed
     python runs/gpu_head.py answers --folder out/gpu_head --seconds 115     # 10.2M tokens on an H200
     python runs/gpu_head.py train --folder out/gpu_head --seconds 410       # 31.6M tokens read
     python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz --limit 12000

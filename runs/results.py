@@ -31,7 +31,7 @@ def source(*names: str, title: str = "") -> Blocks:
     lines = []
     for name in names:
         content = record(name)
-        command = re.sub(r"(\.\./)?shared/(data/\w+|models)/", "", content["command"]).replace(" --profile", "")
+        command = re.sub(r"(DATA/\w+|MODELS)/", "", content["command"]).replace(" --profile", "")
         machine = content.get("machine") or {}
         threads = content.get("threads") or machine.get("threads")
         where = f"{machine.get('cpu', 'not recorded')}, {threads} thread{'s' * (threads != 1)}"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # How the MTP head of SmolLM2-135M-Instruct was made: from its own answers to questions of chats. Every step
 # goes on where it was; what is there is not made again. runs/gpu_head.py made the EAGLE-3 head that is shipped.
-#     DATA=../shared/data runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
-#     DATA=../shared/data runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
-#     DATA=../shared/data runs/smollm2.sh answers 0    # 4,000 greedy answers to general prompts; 1: at temperature 1; 2, 3, ...: in turn
-#     DATA=../shared/data runs/smollm2.sh pack a       # keep what an interrupted run has made so far
-#     DATA=../shared/data runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
-#     DATA=../shared/data runs/smollm2.sh train eagle3 # or mtp (hours)
-#     DATA=../shared/data runs/smollm2.sh ship eagle3  # into the package eyas-tiny
-#     DATA=../shared/data runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
-#     DATA=../shared/data runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
+#     DATA=FOLDER runs/smollm2.sh answers a    # 3,500 greedy answers into runs/answers (hours)
+#     DATA=FOLDER runs/smollm2.sh answers b    # 3,500 more, sampled at temperature 1
+#     DATA=FOLDER runs/smollm2.sh answers 0    # 4,000 greedy answers to general prompts; 1: at temperature 1; 2, 3, ...: in turn
+#     DATA=FOLDER runs/smollm2.sh pack a       # keep what an interrupted run has made so far
+#     DATA=FOLDER runs/smollm2.sh features     # what the heads read, from all packed answers and some chats
+#     DATA=FOLDER runs/smollm2.sh train eagle3 # or mtp (hours)
+#     DATA=FOLDER runs/smollm2.sh ship eagle3  # into the package eyas-tiny
+#     DATA=FOLDER runs/smollm2.sh edge         # heads trained in other ways on TOKENS tokens each, compared (an hour)
+#     DATA=FOLDER runs/smollm2.sh bench int8   # or float32, int4: the papers' six tasks, T = 0 and 1 (LIMIT prompts in all)
 # THREADS: CPU threads of a step. TOKENS, LR: of the training; EVALUATE: steps between evaluations, which decode some answers.
 set -euo pipefail
 : "${DATA:?folder with train/ and eval/}"

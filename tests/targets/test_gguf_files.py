@@ -53,7 +53,7 @@ def test_a_folder_holds_the_weights_that_transformers_reads(kind: str, tmp_path:
     """Guards the whole way: names, the order of heads, shapes, dtypes; to the bit."""
     write_gguf(tmp_path / "model.gguf", kind)
     with quiet():
-        keywords = gguf_files._keywords(tmp_path, "model.gguf")
+        keywords = {"gguf_file": "model.gguf", **gguf_files.plain_weights()}
         own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **keywords)
         kept = AutoModelForCausalLM.from_pretrained(gguf_files.kept_folder(tmp_path / "model.gguf"), dtype="auto")
     ours, theirs = kept.state_dict(), own.state_dict()

@@ -33,17 +33,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
 from eyas.locks import prepare_folder
+from eyas.targets.gguf_header import Header, read_header
 from eyas.targets.kept import limit_bytes, remove_unused
 from eyas.targets.pretrained import check_path, one_line_errors, read_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 __all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_gguf"]
 
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
+ARCHITECTURE = "general.architecture"
 FORMAT = 7  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
@@ -136,26 +138,46 @@ def _check(source: str | Path, gguf_file: str) -> None:
     check_gguf_packages()
 
 
-def _read_tokenizer(source: str | Path, gguf_file: str) -> PreTrainedTokenizerBase | None:
+def _read_config(path: Path, header: Header) -> PreTrainedConfig:
+    """Return the configuration as transformers reads it, from a copy without the tokenizer: transformers takes seconds to
+    minutes for the tokens."""
+    with tempfile.TemporaryDirectory(prefix="eyas-gguf-") as folder:
+        header.write_settings(Path(folder) / path.name)
+        with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=path.name)
+    config.name_or_path = str(path.parent)
+    embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    if embedding is not None:
+        config.get_text_config().vocab_size = embedding.shape[0]
+    for end, setting in WIDTHS.items():
+        width = next((value for name, value in header.values.items() if name.endswith(end)), None)
+        if width is not None and hasattr(config, setting):
+            setattr(config, setting, int(width))
+    return config
+
+
+def _read_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
     one from the file."""
+    keywords = {"gguf_file": path.name}
+    kind = {} if (path.parent / "tokenizer_config.json").exists() else {"tokenizer_type": config.model_type}
     try:
-        with one_line_errors("", source):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(source), gguf_file=gguf_file)
+        with one_line_errors("", path.parent):
+            try:  # with its type known, transformers does not read the configuration again
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path.parent), **keywords, **kind)
+            except ValueError:  # no tokenizer stands for this type
+                tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **keywords)
             return tokenizer
     except ModelError as error:
-        log.info("no tokenizer from %s%s", gguf_file, error)
+        log.info("no tokenizer from %s%s", path.name, error)
         return None
 
 
-def _keywords(source: str | Path, gguf_file: str) -> dict[str, Any]:
+def plain_weights() -> dict[str, Any]:
     """Return keywords of from_pretrained that make plain weights of a file in GGUF format. An older transformers has
     no GgufConfig, and always makes plain weights."""
-    with one_line_errors(f"target {str(source)!r} cannot be loaded", source, place=f"{gguf_file}: "):
-        config = AutoConfig.from_pretrained(str(source), gguf_file=gguf_file)
     settings = getattr(transformers, "GgufConfig", None)
-    plain = {} if settings is None else {"quantization_config": settings(dequantize=True)}
-    return {"config": config, "gguf_file": gguf_file, **plain}
+    return {} if settings is None else {"quantization_config": settings(dequantize=True)}
 
 
 def _file(source: str | Path, gguf_file: str) -> Path:
@@ -212,36 +234,30 @@ def _remove_unused(newest: Path) -> None:
 
 def _convert(path: Path, folder: Path, weights: bool) -> None:
     """Write the model and, if there is one, its tokenizer into an empty folder."""
-    from gguf import GGUFReader
-
-    tokenizer = _read_tokenizer(path.parent, path.name)
-    keywords = _keywords(path.parent, path.name)
     with one_line_errors(f"target {str(path)!r} cannot be loaded", path.parent):
-        file = GGUFReader(path)
-    config = keywords["config"]
-    for end, setting in WIDTHS.items():
-        width = next((field for name, field in file.fields.items() if name.endswith(end)), None)
-        if width is not None and hasattr(config, setting):
-            setattr(config, setting, int(width.contents()))
-    ends = _ends(file, config.get_text_config().vocab_size, tokenizer)
+        header = read_header(path)
+    config = _read_config(path, header)
+    tokenizer = _read_tokenizer(path, config)
+    ends = _ends(header, config.get_text_config().vocab_size, tokenizer)
     eos = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
     if weights:
+        keywords = {"config": config, "gguf_file": path.name, **plain_weights()}
         model = read_model(path.parent, torch.float32, keywords=keywords)
         if hasattr(model.config, "quantization_config"):  # the weights are plain ones now
             del model.config.quantization_config
         model.generation_config.update(**eos)  # type: ignore[no-untyped-call]
         model.save_pretrained(folder)
     else:
-        write_text(folder / TENSORS, json.dumps(tensors_of(file, config)))
+        write_text(folder / TENSORS, json.dumps(tensors_of(header, config)))
         settings = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, **eos}
         GenerationConfig(**settings).save_pretrained(folder)  # type: ignore[no-untyped-call]
         config.save_pretrained(folder)
     if tokenizer is not None:
-        _complete(tokenizer, config, file)
+        _complete(tokenizer, config, header)
         tokenizer.save_pretrained(folder)
 
 
-def tensors_of(file: Any, config: Any) -> dict[str, Any]:
+def tensors_of(header: Header, config: Any) -> dict[str, Any]:
     """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, heads, more].
 
     heads: the heads whose rows are in llama.cpp's order, pairs of RoPE side by side. 0: the order is transformers'.
@@ -254,7 +270,7 @@ def tensors_of(file: Any, config: Any) -> dict[str, Any]:
     from gguf import get_tensor_name_map
     from gguf.constants import MODEL_ARCH_NAMES
 
-    arch = file.get_field("general.architecture").contents()
+    arch = header.values[ARCHITECTURE]
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -265,26 +281,26 @@ def tensors_of(file: Any, config: Any) -> dict[str, Any]:
         if (theirs := known.get_name(stem)) is not None:
             names[f"{theirs}.{last}"] = name
     found = dict[str, Any]()
-    for tensor in file.tensors:
+    for tensor in header.tensors:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         permuted = heads.get(tensor.name.split(".")[-2], 0) if arch == "llama" else 0
         name = names.get(tensor.name, tensor.name)
         found[name] = [
-            int(tensor.tensor_type),
-            [int(n) for n in reversed(tensor.shape)],
-            int(tensor.data_offset),
+            tensor.kind,
+            [*tensor.shape],
+            tensor.offset,
             permuted,
             int(arch in ADDS_ONE and tensor.name.endswith("norm.weight")),
         ]
     return found
 
 
-def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def _ends(header: Header, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the tokens that end a text, a turn or a message in the file; transformers takes the first only. Where the
     file names no end of a turn, it is known by its text, as in llama.cpp, if the chat template writes it."""
-    fields = {kind: file.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
-    ids = [int(field.contents()) for field in fields.values() if field is not None]
-    if fields["eot"] is None and tokenizer is not None:
+    named = {kind: header.values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
+    ids = [int(token) for token in named.values() if token is not None]
+    if named["eot"] is None and tokenizer is not None:
         written, known = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
         # gpt-oss ends a message with it, and a turn has several
         not_one = "<|end|>" if "<|return|>" in written else ""
@@ -292,11 +308,11 @@ def _ends(file: Any, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None)
     return list(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
 
-def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, file: Any) -> None:
+def _complete(tokenizer: PreTrainedTokenizerBase, config: Any, header: Header) -> None:
     """Add settings that transformers does not take from the file: digits that are split, the length of texts."""
-    kind = file.get_field("tokenizer.ggml.pre")
+    kind = header.values.get("tokenizer.ggml.pre")
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if kind is not None and kind.contents() in SPLITS_DIGITS and isinstance(backend.pre_tokenizer, ByteLevel):
+    if kind in SPLITS_DIGITS and isinstance(backend.pre_tokenizer, ByteLevel):
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     if context := getattr(config.get_text_config(), "max_position_embeddings", None):
         tokenizer.model_max_length = context

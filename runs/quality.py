@@ -2,13 +2,20 @@
 
 python runs/quality.py --output docs/results/quality_smollm2.json          SmolLM2-135M on the pages of docs/guide
 python runs/quality.py --target MODEL --texts mine/*.txt --output FILE     another model, other texts
+python runs/quality.py --target FILE.gguf --llama-cpp BUILD --output FILE  the file's own numbers, next to llama.cpp's
 
 It compares the formats of eyas (--weights int8, int4) with llama.cpp's q8_0 and q4_0, which gguf's reference code
 rounds. Both round every matrix of the layers and of the head. Each text is read as it is, to --tokens tokens.
+
+With --llama-cpp, the build folder of llama.cpp, the texts are one text, and both engines read it as llama-perplexity
+does: chunks of --tokens tokens, of which the second half counts.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -24,6 +31,11 @@ import eyas
 from eyas.api import LLM
 
 OURS, THEIRS = ("int8", "int4"), ("q8_0", "q4_0")
+OF_FILES: dict[str, dict[str, str]] = {
+    "eyas": {},
+    "eyas, inputs int8": {"activations": "int8"},
+    "eyas, keys and values bfloat16": {"kv": "bfloat16"},
+}
 
 
 def loaded(target: str, how: str) -> LLM:
@@ -69,13 +81,56 @@ def compared(made: list[list[tuple[float, int]]], exact: list[list[tuple[float, 
     }
 
 
+def of_chunks(llm: LLM, ids: list[int], size: int) -> float:
+    """Return the perplexity as llama-perplexity computes it."""
+    begins = ids[:1] if ids[0] == llm.tokenizer.bos_token_id else []  # llama-perplexity begins each chunk with it
+    losses = list[float]()
+    for begin in track(range(0, len(ids) - size + 1, size), transient=True):
+        chunk = [*(begins or ids[begin : begin + 1]), *ids[begin + 1 : begin + size]]
+        result = llm.generate(chunk, max_new_tokens=1, prompt_logprobs=1)
+        losses += [-one.logprob for one in (result.prompt_logprobs or ())[size // 2 + 1 :] if one is not None]
+    return float(np.exp(np.mean(losses)))
+
+
+def next_to_llama(args: Any, files: list[str]) -> list[dict[str, Any]]:
+    """Return the perplexity of one file by both engines."""
+    text = "\n".join(Path(file).read_text(encoding="utf-8") for file in files)
+    rows: list[dict[str, Any]] = []
+    for name, options in OF_FILES.items():
+        llm = eyas.load(args.target, method="vanilla", kernels="on", **options)
+        ids = list(llm.ids(text, raw=True))[: args.tokens * args.chunks]
+        rows.append({"engine": name, "perplexity": round(of_chunks(llm, ids, args.tokens), 4)})
+        print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "text").write_text(text, encoding="utf-8")
+        command = [
+            args.llama_cpp / "bin/llama-perplexity",
+            "-m",
+            args.target,
+            "-f",
+            f"{folder}/text",
+            "-c",
+            args.tokens,
+        ]
+        words = [str(word) for word in [*command, "-b", args.tokens, "--chunks", args.chunks]]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found = re.search(r"PPL = ([\d.]+)", done.stdout + done.stderr)
+    assert found, done.stderr[-500:]
+    return [*rows, {"engine": "llama.cpp", "perplexity": float(found[1])}]
+
+
 def main() -> None:
     """Measure and write the record."""
     root = Path(__file__).resolve().parents[1]
     made = parser(__doc__, target="smollm2-q4_1", tokens=512)
     made.add_argument("--texts", nargs="+", help="files of plain text; default: the pages of docs/guide")
+    made.add_argument("--llama-cpp", type=Path, help="build folder of llama.cpp: compare one GGUF file")
+    made.add_argument("--chunks", type=int, default=20, help="with --llama-cpp (default: %(default)s)")
     args = made.parse_args()
     files = sorted(args.texts or glob(str(root / "docs" / "guide" / "*.md")))
+    if args.llama_cpp:
+        rows = next_to_llama(args, files)
+        return write(args.output, {"target": Path(args.target).name, "chunks": args.chunks, "rows": rows})
     exact, rows = [], []
     for how in ("exact", *OURS, *THEIRS):
         llm = loaded(args.target, how)

@@ -1,0 +1,175 @@
+"""eyas next to llama.cpp on the same GGUF files: passes, prompts, the time to the first token, memory.
+
+    python runs/real_sizes.py --files F.gguf G.gguf --llama-cpp BUILD --rounds 3 --output docs/results/real_sizes.json
+
+runs/sized_gguf.py writes files with random weights at the shapes of known models. BUILD is llama.cpp's build folder with
+llama-bench, llama-batched-bench and llama-completion. Engines take turns in processes of their own. A pass over n tokens
+gives the logits of all of them after a prompt of 128 tokens: llama-batched-bench decodes n sequences with a common prompt,
+eyas a chain of n. The speed of drafts is arithmetic from these passes: a token of a chain is accepted with probability
+0.7 if its parent is, and a draft token costs the share DRAFT of a plain pass in both engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _common import machine, parser, run, write
+
+import eyas
+from eyas.core.tree import Tree
+from eyas.errors import InputError
+
+PASSES = (1, 4, 8)
+CONTEXT, PROMPT = 128, 512
+REPEATS = 12
+ACCEPTED = 0.7
+DRAFT = 0.04  # a head of one layer and 32,000 draft tokens, next to a model of 8B
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    made = parser(
+        __doc__,
+        files=[Path("model.gguf")],
+        llama_cpp=(Path("build"), "build folder of llama.cpp"),
+        threads=2,
+        rounds=3,
+        activations=["exact", "int8"],
+    )
+    if sys.argv[1:2] == ["passes"]:
+        return print(json.dumps(_eyas_passes(*sys.argv[2:4])))
+    args = made.parse_args()
+    for program in ("llama-bench", "llama-batched-bench", "llama-completion"):
+        if not (args.llama_cpp / "bin" / program).exists():
+            raise InputError(f"{args.llama_cpp}/bin has no {program}: build llama.cpp, or name its build folder")
+    began, tables = machine(), {}
+    for file in args.files:
+        engines = {f"eyas, inputs {kind}": _eyas(file, kind, args.threads) for kind in args.activations}
+        engines["llama.cpp"] = _llama(args.llama_cpp / "bin", file, args.threads)
+        rounds: dict[str, list[Figures]] = {name: [] for name in engines}
+        for turn in range(args.rounds):
+            for name in [*engines][:: 1 if turn % 2 == 0 else -1]:
+                rounds[name].append(engines[name]())
+                print(file.name, name, rounds[name][-1], file=sys.stderr, flush=True)
+        tables[file.name] = {"bytes": file.stat().st_size} | {name: _summary(all_) for name, all_ in rounds.items()}
+    write(args.output, {"context": CONTEXT, "prompt": PROMPT, "files": tables}, began)
+
+
+def _summary(rounds: list[Figures]) -> Figures:
+    """Return the median of each figure with its range, and the speed of drafts."""
+    result = {name: [round(f([each[name] for each in rounds]), 4) for f in (median, min, max)] for name in rounds[0]}
+    passes = {n: result[f"pass_{n}"][0] for n in PASSES}
+    plain, drafts = 1 / passes[1], _best_chain(passes)
+    return result | {"plain": round(plain, 2), "with_drafts": round(drafts, 2), "ratio": round(drafts / plain, 2)}
+
+
+def _best_chain(passes: dict[int, float]) -> float:
+    """Return tokens per second with chains of the best length; passes of other lengths are interpolated."""
+    speeds = []
+    for length in range(1, max(PASSES)):
+        nodes = length + 1
+        low, high = max(n for n in PASSES if n <= nodes), min(n for n in PASSES if n >= nodes)
+        share = (nodes - low) / (high - low) if high > low else 0.0
+        seconds = passes[low] * (1 - share) + passes[high] * share + length * DRAFT * passes[1]
+        speeds.append(sum(ACCEPTED**depth for depth in range(nodes)) / seconds)
+    return max(speeds)
+
+
+# --- eyas
+
+
+def _eyas(file: Path, activations: str, threads: int) -> Callable[[], Figures]:
+    here = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eyas"
+    passes = [sys.executable, __file__, "passes", str(file), activations]
+    answer = [
+        sys.executable, "-m", "eyas", "generate", "--target", str(file), "--method", "vanilla", "--activations", activations,
+        "--raw", "--max-new-tokens", "1", "Once upon a time",
+    ]  # fmt: skip
+
+    def measure() -> Figures:
+        with tempfile.TemporaryDirectory(dir=file.parent) as cache:
+            shutil.copytree(kept / "kernels", Path(cache) / "eyas/kernels")  # compiled already; nothing is packed
+            environment = {**here, "XDG_CACHE_HOME": cache}
+            cold, _ = _timed(answer, environment)
+            warm, gigabytes = _timed(answer, environment)
+            figures = json.loads(_output(passes, environment).splitlines()[-1])
+        return figures | {"first_token_cold": cold, "first_token": warm, "gigabytes": gigabytes}
+
+    return measure
+
+
+def _eyas_passes(file: str, activations: str) -> Figures:
+    target = eyas.load(file, method="vanilla", activations=activations, tokenizer=False).target
+    session = target.open(1)
+    began = time.perf_counter()
+    session.prefill(0, [1 + i % 1000 for i in range(PROMPT)])
+    figures = {"prompt": PROMPT / (time.perf_counter() - began)}
+    session = target.open(1)
+    session.prefill(0, [1 + i % 1000 for i in range(CONTEXT)])
+    for n in PASSES:
+        tree, seconds = Tree.chain(1, n), []
+        tokens = torch.full((1, n), 7)
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            session.forward(tokens, tree)
+            seconds.append(time.perf_counter() - began)
+        figures[f"pass_{n}"] = median(seconds[2:])
+    return figures
+
+
+# --- llama.cpp
+
+
+def _llama(programs: Path, file: Path, threads: int) -> Callable[[], Figures]:
+    of_threads = ["-m", str(file), "-t", str(threads)]
+    batched = [programs / "llama-batched-bench", *of_threads, "-npp", CONTEXT, "-ntg", REPEATS, "-npl", "1,4,8", "-pps"]
+    prompts = [programs / "llama-bench", *of_threads, "-p", PROMPT, "-n", 0, "-r", 1, "-o", "json"]
+    answer = [programs / "llama-completion", *of_threads, "-no-cnv", "-n", 1, "-p", "Once upon a time", "-c", 4096]
+
+    def measure() -> Figures:
+        lines = _output([*batched, "-c", 4096, "--output-format", "jsonl"])
+        rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", lines, re.MULTILINE)]
+        figures = {f"pass_{row['pl']}": row["t_tg"] / REPEATS for row in rows}
+        figures["prompt"] = json.loads(_output(prompts))[0]["avg_ts"]
+        figures["first_token_cold"], _ = _timed(answer)
+        figures["first_token"], figures["gigabytes"] = _timed(answer)
+        return figures
+
+    return measure
+
+
+# --- processes
+
+
+def _output(command: list[Any], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"{command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
+    return done.stdout
+
+
+def _timed(command: list[Any], environment: dict[str, str] | None = None) -> tuple[float, float]:
+    """Return the seconds of a process, and its largest resident memory in gigabytes."""
+    began = time.perf_counter()
+    child = subprocess.Popen([str(word) for word in command], env=environment, stdout=-3, stderr=-3, stdin=-3)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise InputError(f"{command[0]} ended with status {status}")
+    return time.perf_counter() - began, used.ru_maxrss * 1024 / 1e9
+
+
+if __name__ == "__main__":
+    run(main)

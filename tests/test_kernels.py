@@ -247,6 +247,8 @@ def test_rows_of_gguf_files(kind: str) -> None:
     assert torch.equal(kernels.linear(kernels.pack(rows.take(order), bias[order]), x), together[:, order])
     if kernels.has_dots() and kind not in ("F16", "BF16", "F32"):
         assert matrix.bytes < weight[:1].numel() * matrix.padded * 9.1 / 8, "no wider than its own integers and scales"
+        int4 = (kernels.linear(kernels.pack(one, bias, kernels.WeightFormat("int4")), x) for one in (rows, weight))
+        assert torch.equal(*int4), "blocks that are rounded again"
         for activations, error in (("int16", 1e-4), ("int8", 2e-2)):
             rounded = kernels.linear(kernels.pack(rows, bias, kernels.WeightFormat("exact", activations)), x)  # type: ignore[arg-type]
             assert 0 < float((rounded - exact).norm() / exact.norm()) < error

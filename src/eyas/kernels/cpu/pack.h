@@ -310,7 +310,8 @@ static void pack_rows(const Matrix& w, int64_t type, const int64_t* rows, uint8_
                       float* scale) {
     const int64_t K = w.inputs;
     const bool grouped = w.kind > INT8_DOT;
-    const bool own = grouped && block_type(type);
+    const BlockType* of = block_type(type);  // whose form the matrix has, unless it is rounded
+    const bool own = grouped && of && of->kind == w.kind && of->scales == w.scales;
     // inputs side by side
     const int64_t together = w.kind != NIBBLES && w.kind != NIBBLES_MIN ? DOT_INPUTS
                              : w.limbs == 2                              ? PanelFormat<Nibbles<2>>::inputs

@@ -21,7 +21,8 @@ __all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
-ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5}  # of MLPs, as in cpu/tiles.h; gelu by tanh
+# of MLPs, as in cpu/tiles.h; gelu by tanh
+ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5, "clamped_gated": 6}
 HEAD_NORMS = ("before", "after", "whole")  # RoPE, or of all heads as one; as in cpu/records.h
 
 
@@ -39,6 +40,7 @@ class LayerSizes:
         centred: norms subtract the mean (LayerNorm).
         parallel: attention and MLP read the same input.
         head_norm: where queries and keys are normed, one of HEAD_NORMS.
+        query_table: queries have a table of angles of their own, after the layer's.
     """
 
     hidden: int
@@ -55,13 +57,14 @@ class LayerSizes:
     centred: bool = False
     parallel: bool = False
     head_norm: str = "before"
+    query_table: bool = False
 
     @property
     def record(self) -> _records.LayerSizes:
         return _records.LayerSizes(
             self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale, self.softcap,
             self.residual, self.rotary or self.head_dim, ACTIVATIONS[self.activation], self.centred, self.parallel,
-            HEAD_NORMS.index(self.head_norm),
+            HEAD_NORMS.index(self.head_norm), self.query_table,
         )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ class Layer:
         attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
         experts: instead of `gate_up` and `down`.
+        sinks: [heads]; each adds a score to the sum of its head's softmax, and no value.
     """
 
     qkv: Matrix
@@ -120,6 +124,7 @@ class Layer:
     output_norm: Tensor | None = None
     rope: int = 0
     experts: Experts | None = None
+    sinks: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -133,7 +138,7 @@ class Layer:
         records = (_records.Matrix() if m is None else m.record for m in matrices)
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
-        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts)
+        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts, address(self.sinks))
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ struct Layer {
     const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
     int64_t rope;                                   // its table of angles; -1: it does not rotate
     const Experts* experts;                         // instead of gate_up and down; null: none
+    const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
@@ -72,6 +73,7 @@ struct Shape {
     int64_t centred;     // norms subtract the mean
     int64_t parallel;    // the MLP reads what attention reads, not the sum
     HeadNorm head_norm;
+    int64_t query_table;  // queries have a table of angles of their own, after the layer's
 
     // what attention and MLP add is normed or scaled first
     bool adds_plainly(const float* norm) const { return !norm && residual == 1; }

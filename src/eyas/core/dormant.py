@@ -332,7 +332,8 @@ class DormantSession(DraftSession):
         if plan.continuations:
             draft = add_continuations(draft, plan.continuations)
         if plan.guided and draft.q_BNV is not None:
-            deterministic_B = torch.zeros_like(cycle_input.active_B)
+            known_B = draft.deterministic_B
+            deterministic_B = torch.zeros_like(cycle_input.active_B) if known_B is None else known_B.clone()
             deterministic_B[sorted(plan.guided)] = True
             draft = replace(draft, deterministic_B=deterministic_B)
         return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft

@@ -83,7 +83,8 @@ def add_continuations(draft: Draft, continuations: Mapping[int, Sequence[Continu
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
     merged = merge(draft, _draft_of(continuations, draft.tokens_BN[:, 0]))
-    return replace(merged, q_BNV=draft.q_BNV, block_verification=draft.block_verification)
+    kept = {name: getattr(draft, name) for name in ("q_BNV", "block_verification", "deterministic_B", "rule")}
+    return replace(merged, **kept)
 
 
 def _draft_of(continuations: Mapping[int, Sequence[Continuation]], root_tokens_B: Tensor) -> Draft:

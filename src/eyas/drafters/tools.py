@@ -4,6 +4,7 @@ A method is a module with one class named `Method` (docs/design/add_a_method.md)
 are the parts of eyas' own methods that others build on:
 
     trees      DynamicTree, DraftNetSteps, grow_dynamic     a tree of the most probable paths (EAGLE-2, section 4)
+               grow_static                                  a tree of a given shape (EAGLE-1)
                FusedTreeBuilder                             the same tree, grown by kernels
                Merged                                       two drafters whose trees are joined
     sessions   FeatureSession                               keeps the target's newest feature of each row
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from eyas.drafters._eagle import EagleMethod, Window
 from eyas.drafters._feature_session import FeatureSession
-from eyas.drafters._grow import DraftNetSteps, DynamicTree, FusedTreeBuilder, grow_dynamic
+from eyas.drafters._grow import DraftNetSteps, DynamicTree, FusedTreeBuilder, grow_dynamic, grow_static
 from eyas.drafters._merge import Merged
 from eyas.drafters._nets import (
     MARGIN,
@@ -44,6 +45,6 @@ from eyas.drafters._options import check_choice, check_number, check_weight, che
 __all__ = [
     "MARGIN", "DraftNetSteps", "DynamicTree", "EagleMethod", "FeatureSession", "FusedTreeBuilder", "Index", "MatchRates",
     "Merged", "TextSession", "Window", "check_choice", "check_head", "check_number", "check_weight", "check_whole",
-    "grow_dynamic", "layer_config", "layer_numbers", "layer_shape", "load_head", "load_tensors", "mask_token", "place_net",
+    "grow_dynamic", "grow_static", "layer_config", "layer_numbers", "layer_shape", "load_head", "load_tensors", "mask_token", "place_net",
     "random_net", "saved_head", "seeded", "target_layer_shape", "target_sizes",
 ]  # fmt: skip

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from eyas.core.params import is_whole
 from eyas.errors import EyasError, OptionError
 
 __all__ = [
-    "Choices", "Cycle", "Draft", "Failures", "FullDraft", "SampledRule", "TargetOutput", "Tree", "Verdict", "build_trie",
+    "Choices", "Cycle", "Draft", "Failures", "FullDraft", "TargetOutput", "Tree", "Verdict", "build_trie",
     "chain_choices", "check_choices", "matching_nodes", "merge", "padded_nodes", "unpack_verdict",
 ]  # fmt: skip
 
@@ -146,12 +145,8 @@ class Draft:
     accepted. Dynamic trees only."""
     drafted: FullDraft | None = None
     """All nodes that were drafted; a dynamic tree keeps the nodes of the highest values."""
-    deterministic_B: Tensor | None = None
-    """bool; with `q_BNV`: rows that are verified as deterministic trees, although the children in
-    other rows were sampled. None: greedy rows only."""
-    rule: SampledRule | None = None
-    """With `q_BNV`: a method's own rule for sampled rows; None: block verification or recursive rejection. A
-    row of which the request limits the nodes must be in `deterministic_B`."""
+    deterministic_B: Tensor | None = None  # bool; with `q_BNV`: rows verified as deterministic trees; None: greedy ones
+    rule: Callable[..., tuple[Tensor, Tensor]] | None = None  # the method's own for sampled rows (`core.verify`)
 
 
 @dataclass(frozen=True)
@@ -180,8 +175,6 @@ class Verdict:
     host_result_BX: Tensor | None = None
 
 
-# (draft, q_BNV, scores_BNV, position_B of the root, the noise) -> accepted nodes [B, N], bonus tokens [B]
-SampledRule = Callable[[Draft, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 Failures = Mapping[tuple[int, int], EyasError]  # (row, node) -> why the node has no distribution
 
 

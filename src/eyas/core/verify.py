@@ -24,8 +24,6 @@ token above (Sun et al. 2024, "Block Verification Accelerates Speculative Decodi
     prefix n passes with |left_n| / (|left_n| + 1 - w_n)  |left_n| is the sum of left_n; the empty prefix always passes
     the bonus is drawn from norm(left_n) at the end of the longest prefix that passes
 
-A method may bring a rule of its own for sampled rows (`Draft.rule`).
-
 Greedy rows, and rows of `Draft.deterministic_B`, are verified as deterministic trees, whichever way the other
 rows of the batch are verified.
 Letters: B rows, N nodes, P nodes on the longest path, V vocabulary.

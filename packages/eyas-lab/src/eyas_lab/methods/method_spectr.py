@@ -82,7 +82,7 @@ def united(draft: Draft, chains: int) -> Draft:
 def k_seq(
     node_BKL: Tensor, draft: Draft, q_BNV: Tensor, scores_BNV: Tensor, position_B: Tensor, noise: GumbelNoise
 ) -> tuple[Tensor, Tensor]:
-    """Verify independent chains (`SampledRule`).
+    """Verify independent chains (`Draft.rule`). Returns the accepted nodes, bool [B, N], and bonus tokens, int64 [B].
 
     Args:
         node_BKL: the nodes of each chain.

@@ -85,6 +85,7 @@ OPTIONS = {
     "eagle2": TREE,
     "mtp": TREE,
     "gemma4_assistant": TREE,
+    "glide": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "pard": TREE,
     "peagle": {**TREE, "head.layers": "0,1,2", "head.depth": 2, "head.levels": 5},

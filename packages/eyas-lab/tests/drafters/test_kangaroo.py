@@ -78,7 +78,7 @@ def test_drafting_stops_after_an_uncertain_token(target: Target) -> None:
     for step in steps:
         if step.draft is None:
             continue
-        confident_N, drafted_N = step.draft.log_q_BN[0].exp() >= 0.15, step.draft.tree.acceptable_BN[0]  # type: ignore[index]
+        confident_N, drafted_N = step.draft.log_q_BN[0].exp() >= 0.15, step.draft.tree.acceptable_BN[0]
         stop = next((n for n in range(1, 7) if not confident_N[n]), 6)
         assert drafted_N.tolist() == [n <= stop for n in range(7)]
         lengths.append(stop)

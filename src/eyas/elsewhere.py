@@ -20,7 +20,18 @@ __all__ = ["DISTRIBUTIONS", "check", "command_of", "find_part", "part"]
 DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lab": {
         "commands": ("audit", "bench", "demo", "examine", "tune"),
-        "methods": ("cascade", "glide", "hydra", "kangaroo", "lookahead", "medusa", "rest", "self_speculative", "spectr"),
+        "methods": (
+            "cascade",
+            "distillspec",
+            "glide",
+            "hydra",
+            "kangaroo",
+            "lookahead",
+            "medusa",
+            "rest",
+            "self_speculative",
+            "spectr",
+        ),
         "heads": ("eyas_adapter", "hydra_num_heads", "medusa_num_heads"),
     },
     "gpu": {"parts": ("gpu",)},

@@ -213,7 +213,9 @@ class Method(DynamicEagle):
         successor counts. Slot s reads token s + 1, and predicts token s + 2."""
         training, lengths, device = elsewhere.part("losses", "training"), batch.documents.lengths, batch.tokens_N.device
         parts = (batch.tokens_N, batch.features_NF, batch.counted_N)
-        tokens_RT, features_RTF, counted_RT = (pad_sequence(list(x.split(lengths)), batch_first=True) for x in parts)
+        tokens_RT, features_RTF, counted_RT = (
+            pad_sequence(list(torch.split(x, list(lengths))), batch_first=True) for x in parts
+        )
         (R, T), slot_S = tokens_RT.shape, torch.arange(tokens_RT.shape[1] - 1, device=device)
         offset_R1 = torch.randint(BLOCK, (R, 1), generator=generator).to(device)
         last_RS = slot_S - (slot_S + offset_R1) % BLOCK  # the newest token before the block

@@ -16,10 +16,10 @@ from torch import Tensor
 from eyas.checkpoints.tools import Published, count, refuse_dtypes
 from eyas.errors import CheckpointError, near
 
-__all__ = ["METHODS", "NAME", "read", "recognises", "write"]
+__all__ = ["METHODS", "read", "recognises", "write"]
 
 METHODS = ("glide", "kangaroo")
-NAME = KEY = "eyas_adapter"
+KEY = "eyas_adapter"
 
 
 def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:

@@ -41,7 +41,7 @@ Path = tuple[int, ...]  # the tokens from the root, which is not among them, to 
 
 @dataclass(frozen=True)
 class Cascade:
-    """What n-grams draft."""
+    """The part of n-grams."""
 
     ahead: int = 4
     """Tokens that the small model reads ahead after each node (vertical cascade); 0: none."""
@@ -73,6 +73,11 @@ def continuation(index: NgramIndex, path: Path, count: int) -> list[int]:
     return []
 
 
+def table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """Return the rows, int64 [B, width], padded with zeros."""
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+
+
 class NodeReader:
     """Reads the nodes of the small model's tree in one cycle, each with the tokens that n-grams expect after it."""
 
@@ -93,13 +98,8 @@ class NodeReader:
         unread = [self._unread(row, wanted) for row, wanted in enumerate(paths)]
         if any(unread):
             self._read(unread)
-        place_BQ = torch.tensor(
-            [
-                [self.place[row][path] for path in wanted] or [0] * tokens_BQ.shape[1]
-                for row, wanted in enumerate(paths)
-            ],
-            device=tokens_BQ.device,
-        )
+        places = [[place[path] for path in wanted] for place, wanted in zip(self.place, paths, strict=True)]
+        place_BQ = table(places, tokens_BQ.shape[1], tokens_BQ.device)
         logits_BXV = torch.cat(self.logits, dim=1)
         return logits_BXV.gather(1, place_BQ[..., None].expand(-1, -1, logits_BXV.shape[-1]))
 
@@ -117,16 +117,17 @@ class NodeReader:
 
     def _read(self, unread: Sequence[Sequence[Path]]) -> None:
         """Read these nodes of each row in one pass."""
-        first, N, device = self.depth_BX.shape[1], max(map(len, unread)), self.depth_BX.device
+        first, device = self.depth_BX.shape[1], self.depth_BX.device
+        N = max(map(len, unread))
         visible_BNX = torch.eye(N, first + N, dtype=torch.bool).roll(first, 1).repeat(len(unread), 1, 1)
         for row, paths in enumerate(unread):
             for n, path in enumerate(paths):
                 self.place[row][path] = first + n
-                visible_BNX[row, n, [self.place[row][path[:k]] for k in range(1, len(path) + 1)]] = True
-        padded = [[*paths, *[(0,)] * (N - len(paths))] for paths in unread]
-        depth_BN = torch.tensor([[len(path) - 1 for path in paths] for paths in padded], device=device)
+                ancestors = [path[:k] for k in range(1, len(path))]
+                visible_BNX[row, n, [self.place[row][ancestor] for ancestor in ancestors]] = True
+        depth_BN = table([[len(path) - 1 for path in paths] for paths in unread], N, device)
+        tokens_BN = table([[path[-1] for path in paths] for paths in unread], N, device)
         self.depth_BX = torch.cat([self.depth_BX, depth_BN], dim=1)
-        tokens_BN = torch.tensor([[path[-1] for path in paths] for paths in padded], device=device)
         logits_BNV = self.session.extend(tokens_BN, self.depth_BX, visible_BNX.to(device), self.cycle_input)
         self.logits.append(logits_BNV)
 
@@ -157,10 +158,11 @@ class Session(small_model.LanguageModelSession):
 
     def _with_tails(self, draft: Draft, rows: Sequence[int]) -> Draft:
         """Return the draft with tokens by n-grams after the deepest node of each row; of several, the most probable."""
-        tree, tail, tails = draft.tree, self.drafter.options.cascade.tail, [list[int]() for _ in range(self.rows)]
+        tree, tail = draft.tree, self.drafter.options.cascade.tail
         assert draft.log_q_BN is not None
         log_q_BN = torch.where(tree.mask_BNN, draft.log_q_BN[:, None], 0.0).sum(-1)
         leaf_B = (tree.depth_BN + log_q_BN.exp() / 2).masked_fill(~tree.acceptable_BN, -1).argmax(-1)
+        tails = [list[int]() for _ in range(self.rows)]
         for row in rows if tail else ():
             path = draft.tokens_BN[row, tree.mask_BNN[row, leaf_B[row]]].tolist()
             tails[row] = continuation(self.indexes[row], tuple(path[1:]), tail)
@@ -169,9 +171,9 @@ class Session(small_model.LanguageModelSession):
             return draft
         later_BM = torch.arange(tree.nodes, tree.nodes + M - 1, device=device).expand(self.rows, -1)
         parents_BN = torch.cat([tree.parents_BN, leaf_B[:, None], later_BM], dim=1)
-        exists_BM = torch.tensor([[n < len(tokens) for n in range(M)] for tokens in tails], device=device)
+        exists_BM = table([[1] * len(tokens) for tokens in tails], M, device).bool()
         acceptable_BN = torch.cat([tree.acceptable_BN, exists_BM], dim=1)
-        tokens_BM = torch.tensor([tokens + [0] * (M - len(tokens)) for tokens in tails], device=device)
+        tokens_BM = table(tails, M, device)
         log_q_BM = torch.zeros_like(tokens_BM, dtype=draft.log_q_BN.dtype)  # an n-gram's only continuation
         return Draft(
             Tree.build(parents_BN, tree.max_depth + M, acceptable_BN),

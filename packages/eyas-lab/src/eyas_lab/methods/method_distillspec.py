@@ -1,6 +1,6 @@
 """distillspec: DistillSpec (Zhou et al. 2023, arXiv 2310.08461): a small model is trained on the texts that it drafts.
 
-It drafts like small_model, and its checkpoints are those of small_model, so `cascade` and `spectr` read them too. Training
+It drafts like small_model, and writes the same checkpoints, so `cascade` and `spectr` read them too. Training
 differs: a share of the batches has answers that the small model samples itself (on-policy data, section 4). The small
 model learns the target's distribution on them: forward KL, the first of the paper's divergences. The other batches have
 the given text; `eyas regenerate` makes it the target's own. The paper's lenience (section 5.3) is lossy and not here.

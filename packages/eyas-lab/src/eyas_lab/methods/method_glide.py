@@ -6,7 +6,7 @@
 **Cross-attention** (section 3.1). The target has keys of the committed tokens only, so all nodes of a tree see these. In
 training a token is at a random place of a block of draft tokens, and sees the keys from before the block (the block-wise
 mask of section 3.2). Queries are rotated as the target's keys are. Keys and values of the layer's own attention follow
-from the embeddings alone, so the cache of EAGLE's session holds them; it stores a token one slot earlier, as EAGLE's pairs.
+from the embeddings alone. EAGLE's session holds them, one slot earlier than the target, as it holds EAGLE's pairs.
 
 **CaPE** (section 3.3) verifies more candidates where the draft is uncertain. EAGLE-2's dynamic tree does so here (--tree.*).
 
@@ -110,48 +110,29 @@ class Net(nn.Module):
         return self.norm(self.layer.finish(hidden_RND, crossed_RND))  # type: ignore[no-any-return]
 
 
-class SeeingNet(NamedTuple):
-    """The net in one cycle, as EAGLE's session calls it."""
-
-    net: Net
-    seen: Seen
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
-    def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any) -> None:
-        self.net.store_kv(hidden_RND, embeddings_RND, position_RN, cache)
-
-    def __call__(self, hidden: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: Any) -> Tensor:
-        mask_R1NW = self.seen.mask_R1NW.expand(-1, -1, embeddings_RND.shape[1], -1)
-        return self.net(embeddings_RND, position_RN, cache, self.seen._replace(mask_R1NW=mask_R1NW))  # type: ignore[no-any-return]
-
-
 class Session(EagleSession):
     """EAGLE's session, which shows the net the target's cache."""
 
     drafter: Method
-    seen: Seen | None = None  # in the current cycle
-
-    @property
-    def net(self) -> Any:
-        return self.drafter.decoding_net if self.seen is None else SeeingNet(self.drafter.decoding_net, self.seen)
+    seen: Seen  # in the current cycle
 
     def capturable(self, cycle_input: CycleInput) -> Capturable | None:
         return None
 
     def draft(self, cycle_input: CycleInput) -> Draft:
-        assert cycle_input.target_cache is not None, "the cycle input needs `target_cache`"
-        position_B, width = cycle_input.position_B, max(1, cycle_input.max_position)
-        key, value = (
-            x.to(position_B.device) for x in cycle_input.target_cache.read_committed(self.drafter.source_layer, width)
-        )
-        allowed_BW = torch.arange(key.shape[2], device=position_B.device) < position_B[:, None]
-        self.seen = Seen(key, value, additive_mask(allowed_BW, self.drafter.dtype)[:, None, None])
-        try:
-            return super().draft(cycle_input)
-        finally:
-            self.seen = None
+        cache, position_B = cycle_input.target_cache, cycle_input.position_B
+        assert cache is not None, "the cycle input needs `target_cache`"
+        device = position_B.device
+        key, value = cache.read_committed(self.drafter.source_layer, max(1, cycle_input.max_position))
+        allowed_BW = torch.arange(key.shape[2], device=device) < position_B[:, None]
+        mask_BW = additive_mask(allowed_BW, self.drafter.dtype)
+        self.seen = Seen(key.to(device), value.to(device), mask_BW[:, None, None])
+        return super().draft(cycle_input)
+
+    def run_net(self, hidden: Tensor, embeddings: Tensor, position_BN: Tensor) -> Tensor:
+        mask_B1NW = self.seen.mask_R1NW.expand(-1, -1, position_BN.shape[1], -1)
+        seen = self.seen._replace(mask_R1NW=mask_B1NW)
+        return self.drafter.decoding_net(embeddings, position_BN, self.cache, seen)  # type: ignore[no-any-return]
 
 
 class WholeTexts(NamedTuple):

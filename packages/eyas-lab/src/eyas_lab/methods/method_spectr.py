@@ -11,9 +11,9 @@ with beta = sum of min(q, p / rho). The number rho, from 1 to k, solves 1 - (1 -
 largest while nothing above is negative. A chain alone has rho = 1: speculative sampling. The accepted probability is
 at least 1 - 1/e of the best that any rule could accept for k independent draws (theorem 3).
 
-Chains with equal tokens so far share nodes, so the target reads them once. Greedy rows verify the k best first tokens
-as a deterministic tree, and so do rows of which the request limits the nodes: how many chains share a node depends on
-their tokens, and a limit by nodes would depend on them too.
+Chains with equal tokens so far share nodes, so the target reads them once. Greedy rows have the k best first tokens, as a
+deterministic tree. So have rows of which the request limits the nodes: the number of nodes that chains share depends on
+their tokens, and the choice of the kept nodes must not.
 
 Letters: B rows, K chains, L levels of draft tokens, N nodes, V vocabulary.
 """
@@ -113,7 +113,7 @@ def k_seq(
 
 
 def transport(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rho [B, 1], and what is left of p for the bonus [B, V], for this number of draws."""
+    """Return rho [B, 1], and the weights of the bonus [B, V], for this number of draws."""
     p_BV, q_BV, count_B1 = p_BV.double(), q_BV.double().nan_to_num(), count_B[:, None].double()
 
     def overlap(rho_B1: Tensor) -> Tensor:

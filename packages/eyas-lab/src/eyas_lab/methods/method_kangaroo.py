@@ -29,7 +29,8 @@ from eyas.core.options import NEW_HEADS
 from eyas.core.target import Target
 from eyas.drafters import small_model
 from eyas.drafters.tools import check_head, check_whole, load_tensors, random_net, saved_head, target_sizes
-from eyas.errors import CheckpointError, OptionError
+from eyas.errors import CheckpointError, ModelError, OptionError
+from eyas.targets.placement import is_tensor_parallel
 from eyas_lab.methods._skip import ATTENTION, MLP, without
 
 __all__ = ["Method", "Options"]
@@ -79,6 +80,8 @@ class Method(small_model.Method):
         """Return the target's first layers, and a copy of the next one without its MLP in place of the others."""
         if not 1 <= exit_layer < target.num_layers:
             raise OptionError(f"head.exit must be from 1 to {target.num_layers - 1}, got {exit_layer}")
+        if is_tensor_parallel(target.model):
+            raise ModelError("processes share the target's layers, and none has a whole one to copy: choose another method")
         later = {(k, kind) for k in range(exit_layer + 1, target.num_layers) for kind in (ATTENTION, MLP)}
         view = without(target, frozenset({(exit_layer, MLP), *later}))
         view.family.layers[-1] = deepcopy(view.family.layers[-1])

@@ -37,7 +37,7 @@ from eyas.errors import OptionError
 
 __all__ = ["Method", "Options", "k_seq", "transport", "united"]
 
-HALVINGS = 40  # of the interval in which rho is sought
+HALVINGS = 20  # of the interval in which rho is sought
 
 
 @dataclass(frozen=True)

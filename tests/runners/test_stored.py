@@ -24,7 +24,7 @@ from eyas import kernels
 from eyas.cli import run
 from eyas.errors import FitError, ModelError
 from eyas.kernels import Rows
-from eyas.runners import _packing, plug_target
+from eyas.runners import _packing, cpu, plug_target
 from eyas.runners._decoders import FAMILIES
 from eyas.runners.stored import StoredLinear, stored_in
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
@@ -186,6 +186,17 @@ def test_packed_weights_are_kept_and_used_again(weights: str, tmp_path: Path, mo
         assert torch.equal(scores(again, PROMPT), scores(first, PROMPT))
     assert packed_files(tmp_path) == packed
     assert len(packed) == 1
+
+
+def test_rounded_inputs_pack_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards twice the memory: a second runner, with exact inputs, that only the check of formats needed."""
+    made, pack = list[str](), cpu.packed_layers
+    monkeypatch.setattr(cpu, "packed_layers", lambda target, *rest: made.append(target.name) or pack(target, *rest))
+    write_gguf(tmp_path / "model.gguf", "Q4_0")
+    for few in (1, 0):  # the first time two layers are compared with the model's own forward
+        made.clear()
+        eyas.load(tmp_path / "model.gguf", method="vanilla", activations="int8", tokenizer=False)
+        assert len(made) == 1 + few
 
 
 def packed_files(tmp_path: Path) -> list[Path]:

@@ -64,16 +64,17 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     if checkpoint is not None and not known:
         few = Target(checkpoint.model(min(CHECKED_LAYERS, target.num_layers)), target.name)
         CpuRunner(few).check()
-    if weight_format.weights == "exact" or not (known or checkpoint):
+    if not (known or checkpoint):
         made = CpuRunner(target)
-    if made is not None and not (known or checkpoint):
         made.check()
     if proof is not None and not known:
         proof.keep()
     _check_weight_format(weight_format, made)
     of_weights = replace(weight_format, kv="exact")
     if made is None or not of_weights.exact:
+        made = None  # its memory is free before others are packed
         made = CpuRunner(target, weight_format)
+        _check_weight_format(weight_format, made)
     made.weight_format = weight_format
     made.choose_threads()
     return made
@@ -255,10 +256,10 @@ class CpuRunner:
                 )
 
 
-def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -> None:
+def _check_weight_format(weight_format: WeightFormat, made: CpuRunner | None) -> None:
     """Raise UnsuitedError if this machine lacks the instructions that a format needs, OptionError if its
-    activations would change nothing, as weights are kept otherwise. `exact`: the runner with exact
-    weights, if the format keeps these."""
+    activations would change nothing, as weights are kept otherwise. `made`: a runner, whose weights tell how exact ones
+    are kept; None: that is not checked yet."""
     bfloat16_activations = weight_format.activations == "bfloat16"
     if (
         not bfloat16_activations
@@ -271,9 +272,11 @@ def _check_weight_format(weight_format: WeightFormat, exact: CpuRunner | None) -
     if weight_format.activations == "exact":
         return
     kinds: list[str] = [weight_format.weights]
-    if exact is not None and weight_format.weights == "exact":
-        layers = exact.layers.layers
-        matrices = [exact.output, *(m for layer in layers for m in layer.matrices)]
+    if weight_format.weights == "exact":
+        if made is None:
+            return
+        layers = made.layers.layers
+        matrices = [made.output, *(m for layer in layers for m in layer.matrices)]
         kinds = [_rounded_kind(m.kind) for m in matrices]
     suited = ("bfloat16",) if bfloat16_activations else ("int8", "int4")
     if other := next((kind for kind in kinds if kind not in suited), None):

@@ -29,6 +29,7 @@ from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._decoders import angles, final_norm, packed_layers, refuse, sizes_of
 from eyas.runners._packing import check_fit, packing_of
 from eyas.runners._proofs import Proof
+from eyas.runners._states import KernelStates
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
 from eyas.runners.stored import stored_in
@@ -204,6 +205,10 @@ class CpuRunner:
         made.thread_chooser = self.thread_chooser
         return other.run_with(made)
 
+    def open_states(self, rows: int) -> KernelStates | None:
+        """Return the recurrent state of a new session's rows; None if no layer has any."""
+        return KernelStates(self.layers.states, rows) if self.layers.states else None
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self._scaled(kernels.linear(self.output, hidden.float(), self.layers.threads))
 
@@ -234,6 +239,7 @@ class CpuRunner:
         return Pass(
             inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, cosine, sine,
             inputs.cache.tensor, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
+            next((state.record for state in inputs.states if isinstance(state, KernelStates)), None), inputs.prompt,
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:

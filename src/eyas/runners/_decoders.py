@@ -377,7 +377,8 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     faults += [
         _norm_fault(norm, (width,), size.eps) for norm, width in zip(parts.head_norms, widths, strict=True) if norm
     ]
-    groups = [[part for part in group if part is not None] for group in (parts[:3], (parts.gate, parts.up))]
+    of_state = () if parts.state is None else parts.state.inputs
+    groups = [[part for part in group if part is not None] for group in (parts[:3], of_state, (parts.gate, parts.up))]
     if any(len({part.module.bias is None for part in group}) > 1 for group in groups):
         faults.append("some of its matrices have biases, and some none")
     if parts.state is not None:

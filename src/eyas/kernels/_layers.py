@@ -8,7 +8,7 @@ from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from itertools import count as count_from_0
+from itertools import count as numbers_from
 
 import torch
 from torch import Tensor
@@ -131,11 +131,12 @@ class StateLayer:
         keys, values = self.key_heads * self.key_dim, self.value_heads * (self.value_dim + 1)
         return int(self.conv_tC.shape[1]) + keys + values
 
-    def record(self, place: int) -> _records.StateLayer:
+    @property
+    def record(self) -> _records.StateLayer:
         taps, channels = self.conv_tC.shape
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, channels, taps
         tensors = self.conv_tC, self.conv_bias_C, self.rate_H, self.step_bias_H, self.norm_v
-        return _records.StateLayer(*sizes, *map(address, tensors), place)
+        return _records.StateLayer(*sizes, *map(address, tensors))
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class Layer:
         records = (_records.Matrix() if m is None else m.record for m in matrices)
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
-        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts)
+        state = _records.StateLayer() if self.state is None else self.state.record
+        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts, state)
 
 
 @dataclass(frozen=True)
@@ -246,13 +248,9 @@ class Layers:
         self._shape.stride = max([shape.projected, *(layer.qkv.padded for layer in layers)])
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
         self.states = [layer.state for layer in layers if layer.state is not None]
-        self._states = [state.record(place) for place, state in enumerate(self.states)]
-        of_states, places = iter(self._states), count_from_0()
+        places = numbers_from(), numbers_from()
         for record, layer in zip(self._records, layers, strict=True):
-            if layer.state is None:
-                record.place = next(places)
-            else:
-                record.state = addressof(next(of_states))
+            record.place = next(places[layer.state is not None])
         self._experts = [layer.experts for layer in layers if layer.experts is not None]
         self._buffers: dict[str, Tensor] = {}
         self._addresses: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by tokens, threads, score stride

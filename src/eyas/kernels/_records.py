@@ -52,6 +52,13 @@ class Matrix(ctypes.Structure):
     )
 
 
+class StateLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "channels", "taps")),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "rate", "step_bias", "norm")),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
@@ -60,15 +67,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("norm_bias", "mlp_norm_bias", "attention_norm", "output_norm")),
         ("rope", c_int64),
         ("experts", c_void_p),
-        ("state", c_void_p),
-        ("place", c_int64),
-    )
-
-
-class StateLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "channels", "taps")),
-        *((name, c_void_p) for name in ("conv", "conv_bias", "rate", "step_bias", "norm")),
+        ("state", StateLayer),
         ("place", c_int64),
     )
 

@@ -42,7 +42,7 @@ class Decoder:
         parallel: attention and MLP read the same input.
         interleaved: RoPE rotates neighbours, not halves.
         gated: q_proj also has a gate for each query. The output of attention is multiplied by the gates' sigmoids.
-        state: name of the module that some layers have instead of attention.
+        state: name of the module that some layers have instead of attention; "": there is none.
         activation: of an MLP that has no module for it.
         rotates: whether a layer with this attention rotates queries and keys.
     """
@@ -60,7 +60,7 @@ class Decoder:
     parallel: bool = False
     interleaved: bool = False
     gated: bool = False
-    state: str = "-"
+    state: str = ""
     rotates: Callable[[Any], bool] = lambda attention: True
 
 

@@ -36,7 +36,7 @@ from eyas.runners.stored import stored_in
 
 __all__ = ["CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
-CHECKED_LAYERS = 2  # of a model whose weights stay in their file, whose own forward is slow
+CHECKED_LAYERS = 2  # at least, of a model whose weights stay in their file, whose own forward is slow
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
 TIMING_SECONDS = 0.25  # after which no further turn begins, but two
 TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
@@ -63,7 +63,8 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     known = proof is not None and proof.known
     made, checkpoint = None, stored_in(target.model)
     if checkpoint is not None and not known:
-        few = Target(checkpoint.model(min(CHECKED_LAYERS, target.num_layers)), target.name)
+        attending = next(number for number, sizes in enumerate(target.layout) if sizes is not None)
+        few = Target(checkpoint.model(min(max(CHECKED_LAYERS, attending + 1), target.num_layers)), target.name)
         CpuRunner(few).check()
     if weight_format.weights == "exact" or not (known or checkpoint):
         made = CpuRunner(target)

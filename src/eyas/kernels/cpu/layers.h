@@ -476,7 +476,7 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
     const int64_t k = s.keys(), v = k + s.kv_heads * s.head_dim;
     if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.stride, STORE);
     if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.stride, STORE);
-    if (layer.state) states->run(*layer.state, s, p);
+    if (layer.state.taps) states->run(layer, s, p);
     else run_attention(layer, s, p, c, thread);
     if (s.adds_plainly(layer.attention_norm)) {
         linear(layer.o, p.context, layer.o.inputs, M, x, D, ADD);

@@ -49,12 +49,11 @@ struct Experts {
 // a short convolution alone.
 struct StateLayer {
     int64_t key_heads, value_heads, key_dim, value_dim;
-    int64_t channels, taps;  // of the convolution
+    int64_t channels, taps;  // of the convolution; 0 taps: there is no such layer
     const float* conv;       // [taps][channels], the oldest input first
     const float* conv_bias;  // [channels], or null
     // of value heads: the decay is exp(rate * softplus(a + step_bias)); the norm's weight
     const float *rate, *step_bias, *norm;
-    int64_t place;  // among the layers with states
 };
 
 struct Layer {
@@ -68,8 +67,8 @@ struct Layer {
     const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
     int64_t rope;                                   // its table of angles; -1: it does not rotate
     const Experts* experts;                         // instead of gate_up and down; null: none
-    const StateLayer* state;                        // instead of attention; null: none
-    int64_t place;                                  // of its keys and values in the cache
+    StateLayer state;                               // instead of attention
+    int64_t place;                                  // among the layers with attention, or with state
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.

@@ -68,13 +68,13 @@ struct RowState {
     int64_t pending;
     const int64_t* path;
 
-    RowState(const StateLayer& layer, const Shape& s, const Pass& p, const States& states,
+    RowState(const Layer& of, const Shape& s, const Pass& p, const States& states,
              const Walk& walk, int64_t r)
-        : layer(layer), s(s), p(p), states(states), walk(walk), r(r) {
+        : layer(of.state), s(s), p(p), states(states), walk(walk), r(r) {
         const int64_t row = states.row[r];
-        window = states.state + row * states.state_row + layer.place * states.state_layer;
+        window = states.state + row * states.state_row + of.place * states.state_layer;
         state = window + (layer.taps - 1) * layer.channels;
-        nodes = states.nodes + row * states.node_row + layer.place * states.node_layer;
+        nodes = states.nodes + row * states.node_row + of.place * states.node_layer;
         pending = states.pending[row];
         path = states.path + row * states.longest_path;
     }
@@ -299,15 +299,15 @@ struct StatePass {
     }
 
     // p.context [M, inputs of o] from the projections in p.qkv, which it changes.
-    void run(const StateLayer& layer, const Shape& s, const Pass& p) const {
-        constexpr int64_t CHANNELS = 8 * PANEL;  // of a unit of work
-        const int64_t parts = layer.value_heads ? layer.key_heads
-                                                : (layer.channels + CHANNELS - 1) / CHANNELS;
+    void run(const Layer& layer, const Shape& s, const Pass& p) const {
+        constexpr int64_t WIDTH = 8 * PANEL;  // channels of a unit of work
+        const StateLayer& l = layer.state;
+        const int64_t parts = l.value_heads ? l.key_heads : (l.channels + WIDTH - 1) / WIDTH;
         share(p.rows * parts, p.tokens(), [&](int64_t i) {
             const RowState row(layer, s, p, states, walks[i / parts], i / parts);
-            const int64_t part = i % parts, begin = part * CHANNELS;
-            if (layer.value_heads) DeltaHeads{row, part}.run();
-            else short_convolution(row, begin, std::min(CHANNELS, layer.channels - begin));
+            const int64_t part = i % parts, begin = part * WIDTH;
+            if (l.value_heads) DeltaHeads{row, part}.run();
+            else short_convolution(row, begin, std::min(WIDTH, l.channels - begin));
         });
     }
 };

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3_5Config
 
 import eyas
 import zoo
@@ -86,6 +86,26 @@ def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> N
     with torch.inference_mode():
         own = llm.target.model(torch.tensor([PROMPT])).logits[0, -1]
     torch.testing.assert_close(own, scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_model_of_a_checkpoint_with_images(tmp_path: Path) -> None:
+    """Guards Qwen3.5 as it is published: its text model alone, by names within the whole model, as transformers loads it."""
+    text = zoo.tiny("qwen3_5_text", **SIZES).config.to_dict()
+    images = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": SIZES["hidden_size"],
+    }
+    model = AutoModelForImageTextToText.from_config(Qwen3_5Config(text_config=text, vision_config=images))
+    zoo._initialise(model, 0)
+    model.save_pretrained(tmp_path / "whole", max_shard_size="100KB")
+    llm, plain = load(tmp_path / "whole"), load(tmp_path / "whole", kernels="off")
+    assert llm.target.runner.name == "kernels"
+    assert stored_in(llm.target.model) is not None
+    assert type(llm.target.model) is type(plain.target.model)
+    torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_a_gguf_file_keeps_its_own_numbers(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 # Bytes of a checkpoint from which on its weights stay in the files. Smaller models are loaded by transformers, and their
 # own forward is fast, too.
 LARGE = 1 << 30
+WITH_IMAGES = "qwen3_5"  # a type whose text model alone is what AutoModelForCausalLM makes of a checkpoint
 ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files: what frequencies are divided by
 
 
@@ -62,7 +63,8 @@ def _checkpoint_of(source: str | Path) -> Checkpoint | None:
     fetch: Any = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
     with suppress(Exception):  # a broken file raises errors of many kinds
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
-        if about.get("model_type") not in FAMILIES or "quantization_config" in about:
+        kind = about.get("model_type")
+        if not (kind in FAMILIES or kind == WITH_IMAGES) or "quantization_config" in about:
             return None
         fetch("generation_config.json")
         paths = [Path(fetch(name)) for name in shards_of(Path(fetch(INDEX) or ""))]
@@ -106,8 +108,8 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
     """Return the model in a file; None, with a logged line, where the kernels do not know its family or its types."""
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = about.get("model_type")
-    if kind not in FAMILIES:
-        log.info("%s is converted: the kernels do not know the family %s", path.name, kind)
+    if kind not in FAMILIES or FAMILIES[kind].state:  # llama.cpp stores the numbers of state layers in other forms
+        log.info("%s is converted: the kernels read no files of the family %s", path.name, kind)
         return None
     listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
     tensors = {

@@ -46,6 +46,7 @@ INDEX = "model.safetensors.index.json"
 # names of an expert's matrices: in files by transformers' classes of today, by Mixtral's, and in GGUF files, which hold the
 # matrices of all experts as one tensor
 EXPERTS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+WITHIN = ("model.language_model.", "model.")  # a text model's names beside a model of images, and alone
 MIXTRAL = ("mlp.", "block_sparse_moe.")  # a module's name in transformers, and in files
 HEADER = 8  # bytes of a safetensors file that say how long its header is
 
@@ -317,7 +318,7 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
             if about["dtype"] not in TYPES:
                 return None
             begin = HEADER + length + about["data_offsets"][0]
-            tensors[name] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
+            tensors[name.replace(*WITHIN)] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
     return Checkpoint(*settings_of(folder), files, tensors)
 
 
@@ -331,4 +332,5 @@ def shards_of(index: Path) -> list[str]:
 def settings_of(folder: Path) -> tuple[Any, GenerationConfig | None]:
     """Return the configuration of a model and, if there are any, its settings for generation."""
     has_settings = (folder / "generation_config.json").is_file()
-    return AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder) if has_settings else None
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    return config, GenerationConfig.from_pretrained(folder) if has_settings else None

@@ -36,7 +36,9 @@ NEW = 14
 GREEDY = Sampling()
 # convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
 QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}
-BY_KERNELS = {"qwen3_5 by kernels": "qwen3_5_text", "lfm2 by kernels": "lfm2"} if kernels.available() else {}
+BY_KERNELS = (
+    {f"{name} by kernels": name for name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")} if kernels.available() else {}
+)
 FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in (*zoo.HYBRIDS, *BY_KERNELS)]
 Answered = tuple[tuple[Request, tuple[int, ...]], ...]
 
@@ -168,7 +170,7 @@ def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
 
 
 KEPT = [
-    pytest.param(f, marks=[] if f in ("lfm2", "jamba", "qwen3_5 by kernels") else pytest.mark.slow)
+    pytest.param(f, marks=[] if f in ("lfm2", "jamba", "qwen3_5_text by kernels") else pytest.mark.slow)
     for f in ("lfm2", "jamba", "qwen3_next", *BY_KERNELS)
 ]
 

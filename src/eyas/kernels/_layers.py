@@ -152,6 +152,8 @@ class Layer:
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
         experts: instead of `gate_up` and `down`.
         state: instead of attention; `qkv` and `o` are then its projections.
+        shared: the two matrices of an expert that all tokens go through, as in `gate_up` and `down`.
+        shared_gate_D: its output is multiplied by the sigmoid of the product with the layer's input.
     """
 
     qkv: Matrix
@@ -172,11 +174,14 @@ class Layer:
     rope: int = 0
     experts: Experts | None = None
     state: StateLayer | None = None
+    shared: tuple[Matrix, Matrix] | None = None
+    shared_gate_D: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All of them, without experts."""
-        return tuple(m for m in (self.qkv, self.k, self.v, self.o, self.gate_up, self.down) if m is not None)
+        """All of them, without experts that tokens choose."""
+        own = (self.qkv, self.k, self.v, self.o, self.gate_up, self.down)
+        return tuple(m for m in (*own, *(self.shared or ())) if m is not None)
 
     @property
     def record(self) -> _records.Layer:
@@ -186,7 +191,11 @@ class Layer:
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
         state = _records.StateLayer() if self.state is None else self.state.record
-        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts, state)
+        made = _records.Layer(*records, *norms, self.window, *more, self.rope, experts, state)
+        if self.shared is not None:
+            made.shared_gate_up, made.shared_down = (matrix.record for matrix in self.shared)
+            made.shared_gate = address(self.shared_gate_D)
+        return made
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,9 @@ class Layer(ctypes.Structure):
         ("experts", c_void_p),
         ("state", StateLayer),
         ("place", c_int64),
+        ("shared_gate_up", Matrix),
+        ("shared_down", Matrix),
+        ("shared_gate", c_void_p),
     )
 
 

@@ -97,7 +97,9 @@ FAMILIES = {
         ONE_NORM, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm", centred=True, parallel=True
     ),
     "phi3": Decoder(mlp=FUSED),
-    "qwen3_5_text": Decoder(plus_one=True, gated=True, state="linear_attn"),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), Decoder(plus_one=True, gated=True, state="linear_attn")
+    ),
     "smollm3": Decoder(rotates=lambda attention: bool(attention.use_rope)),
     "stablelm": Decoder(centred=True),
     "starcoder2": Decoder(mlp=("c_fc", "c_proj"), centred=True),
@@ -113,10 +115,10 @@ ACTIVATIONS = {
 
 
 class Part(NamedTuple):
-    """Some rows of a linear layer."""
+    """Some rows of a linear layer, or all in another order."""
 
     module: Any
-    rows: slice = slice(None)
+    rows: slice | Tensor = slice(None)
 
     @property
     def bias(self) -> Tensor | None:
@@ -124,7 +126,9 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(range(self.module.out_features)[self.rows]), self.module.in_features
+        rows = self.rows
+        count = len(rows) if isinstance(rows, Tensor) else len(range(self.module.out_features)[rows])
+        return count, self.module.in_features
 
     def packed_rows(self, pack: Packing) -> kernels.Rows:
         return pack.rows(self.module).take(self.rows)
@@ -162,6 +166,13 @@ class State(NamedTuple):
     def of(cls, module: Any) -> State:
         if hasattr(module, "in_proj"):
             return cls(module, (Part(module.in_proj),), module.conv, None)
+        if hasattr(module, "in_proj_qkvz"):
+            heads, group = module.num_k_heads, module.num_v_heads // module.num_k_heads
+            keys, values = module.head_k_dim, group * module.head_v_dim
+            qkvz = Part(module.in_proj_qkvz, _by_kind(heads, (keys, keys, values, values)))
+            return cls(
+                module, (qkvz, Part(module.in_proj_ba, _by_kind(heads, (group, group)))), module.conv1d, module.norm
+            )
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return cls(module, tuple(Part(getattr(module, name)) for name in names), module.conv1d, module.norm)
 
@@ -188,8 +199,10 @@ class State(NamedTuple):
     def fault(self, size: LayerSizes) -> str:
         """Return the description of a part that has other sizes; "" for none."""
         key_heads, value_heads, key_dim, value_dim = self.sizes
-        widths = [self.channels, self.width, value_heads, value_heads] if value_heads else [3 * size.hidden]
-        faults = [_weight_fault(part, (rows, size.hidden)) for part, rows in zip(self.inputs, widths, strict=True)]
+        projected = self.channels + self.width + 2 * value_heads if value_heads else 3 * size.hidden
+        faults = [_weight_fault(part, (part.shape[0], size.hidden)) for part in self.inputs]
+        if sum(part.shape[0] for part in self.inputs) != projected:
+            faults.append(f"a state's input projections do not have {projected} rows")
         if not _is_causal_conv(self.conv, self.channels):
             faults.append(one_line(self.conv, 120))
         if value_heads:
@@ -199,6 +212,15 @@ class State(NamedTuple):
             odd = key_dim % 32 or value_dim % 32 or value_heads % key_heads or self.module.activation != "silu"
             faults.append("" if fits and not odd else f"heads of {key_dim} and {value_dim}, no multiples of 32")
         return next(filter(None, faults), "")
+
+
+class Shared(NamedTuple):
+    """The modules of an expert that all tokens go through, times the sigmoid of `router`."""
+
+    gate: Part
+    up: Part
+    down: Part
+    router: Part
 
 
 class Parts(NamedTuple):
@@ -215,12 +237,13 @@ class Parts(NamedTuple):
     mixture: Mixture | None
     norms: tuple[Any, ...]  # four, as in `Decoder.norms`; None for no norm
     head_norms: tuple[Any, Any]
+    shared: Shared | None
     state: State | None = None
 
     @property
     def linears(self) -> list[Part]:
         of_state = () if self.state is None else self.state.inputs
-        return [part for part in (*self[:7], *of_state) if part is not None]
+        return [part for part in (*self[:7], *(self.shared or ()), *of_state) if part is not None]
 
     @property
     def inner(self) -> int:
@@ -229,6 +252,11 @@ class Parts(NamedTuple):
             return self.mixture.shapes[2][2]
         assert self.up is not None
         return self.up.shape[0]
+
+    @property
+    def widest(self) -> int:
+        """The width of the widest MLP of the layer."""
+        return self.inner if self.shared is None else max(self.inner, self.shared.up.shape[0])
 
 
 def _decoder(target: Target) -> Decoder:
@@ -240,11 +268,15 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     mlp = getattr(layer, decoder.mlp_name)
     mixture = Mixture(mlp.gate, mlp.experts) if hasattr(mlp, "experts") else None
     gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
+    shared = None
+    if hasattr(mlp, "shared_expert"):
+        one = mlp.shared_expert
+        shared = Shared(*map(Part, (one.gate_proj, one.up_proj, one.down_proj, mlp.shared_expert_gate)))
     norms = tuple(getattr(layer, name) if name else None for name in decoder.norms)
     if hasattr(layer, decoder.state):
         state = State.of(getattr(layer, decoder.state))
         output = Part(state.module.out_proj)
-        return Parts(None, None, None, output, gate, up, down, mixture, norms, (None, None), state)
+        return Parts(None, None, None, output, gate, up, down, mixture, norms, (None, None), shared, state)
     attention = layer.self_attn
     if hasattr(attention, "qkv_proj"):
         h = attention.head_dim
@@ -254,7 +286,7 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
         q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
     of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
     output = Part(getattr(attention, decoder.output))
-    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys))
+    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), shared)
 
 
 def _dense(mlp: Any, decoder: Decoder) -> tuple[Part | None, Part, Part]:
@@ -354,7 +386,7 @@ def sizes_of(target: Target) -> LayerSizes:
     if target.model.config._attn_implementation != "eager":  # the others of transformers leave it out
         cap = 0.0
     return LayerSizes(
-        D, heads, kv_heads, int(attention.head_dim), max(parts.inner for _, parts in _every(target)),
+        D, heads, kv_heads, int(attention.head_dim), max(parts.widest for _, parts in _every(target)),
         norm_eps(next(norm for norm in parts.norms if norm is not None)), float(attention.scaling),
         rotary=angles(target, 1)[0].shape[-1], softcap=float(cap),
         residual=float(getattr(first, "residual_multiplier", 1.0)), activation=name,
@@ -378,9 +410,15 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
         _norm_fault(norm, (width,), size.eps) for norm, width in zip(parts.head_norms, widths, strict=True) if norm
     ]
     of_state = () if parts.state is None else parts.state.inputs
-    groups = [[part for part in group if part is not None] for group in (parts[:3], of_state, (parts.gate, parts.up))]
+    of_mlp = (parts.gate, parts.up), parts.shared[:2] if parts.shared else ()
+    groups = [[part for part in group if part is not None] for group in (parts[:3], of_state, *of_mlp)]
     if any(len({part.module.bias is None for part in group}) > 1 for group in groups):
         faults.append("some of its matrices have biases, and some none")
+    if parts.shared is not None:
+        width = parts.shared.up.shape[0]
+        expected = ((width, D), (width, D), (D, width), (1, D))
+        faults += [_weight_fault(part, shape) for part, shape in zip(parts.shared, expected, strict=True)]
+        faults.append(f"its shared expert has {width} inner units, no multiple of 32" if width % 32 else "")
     if parts.state is not None:
         faults.append(parts.state.fault(size))
     elif (layer.self_attn.head_dim, layer.self_attn.scaling) != (h, size.scale):
@@ -516,6 +554,8 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
         k=k,
         v=v,
         state=None if parts.state is None else _state(parts.state),
+        shared=None if parts.shared is None else _dense_matrices(*parts.shared[:3], pack),
+        shared_gate_D=None if parts.shared is None else parts.shared.router.module.weight.detach()[0].contiguous(),
     )
 
 
@@ -536,7 +576,7 @@ def _projections(
     if parts.state is None:
         orders = [_halves(size, heads) if decoder.interleaved else None for heads in (size.heads, size.kv_heads)]
         if decoder.gated:
-            orders[0] = _gates_last(size)
+            orders[0] = _by_kind(size.heads, (size.head_dim, size.head_dim))
         three = [part for part in parts[:3] if part is not None]
         return _queries_keys_values(three, [*orders, None], pack)
     rows = [part.packed_rows(pack) for part in parts.state.inputs]
@@ -552,12 +592,15 @@ def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Ma
         return None, None, _experts(parts.mixture, parts.inner, pack)
     assert parts.up is not None
     assert parts.down is not None
-    up = parts.up.packed_rows(pack)
-    if parts.gate is None:
-        gate_up = pack(up, parts.up.bias)
-    else:
-        gate_up = pack.gated(parts.gate.packed_rows(pack), up, (parts.gate.bias, parts.up.bias))
-    return gate_up, pack(parts.down.packed_rows(pack), parts.down.bias), None
+    return *_dense_matrices(parts.gate, parts.up, parts.down, pack), None
+
+
+def _dense_matrices(gate: Part | None, up: Part, down: Part, pack: Packing) -> tuple[kernels.Matrix, kernels.Matrix]:
+    """Return both matrices of an MLP, packed."""
+    last = pack(down.packed_rows(pack), down.bias)
+    if gate is None:
+        return pack(up.packed_rows(pack), up.bias), last
+    return pack.gated(gate.packed_rows(pack), up.packed_rows(pack), (gate.bias, up.bias)), last
 
 
 def _experts(mixture: Mixture, inner: int, pack: Packing) -> kernels.Experts:
@@ -585,10 +628,10 @@ def _halves(size: LayerSizes, heads: int) -> Tensor:
     return (size.head_dim * torch.arange(heads, device="cpu")[:, None] + of_head).flatten()
 
 
-def _gates_last(size: LayerSizes) -> Tensor:
-    """Return the order of rows in which the gates of each head follow the queries of all heads."""
-    rows = torch.arange(2 * size.heads * size.head_dim, device="cpu")
-    return rows.view(size.heads, 2, size.head_dim).transpose(0, 1).flatten()
+def _by_kind(heads: int, widths: Sequence[int]) -> Tensor:
+    """Return the order of rows in which all heads' first kind comes first, of rows that are sorted by heads."""
+    rows = torch.arange(heads * sum(widths), device="cpu").view(heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, list(widths), 1)])
 
 
 def _queries_keys_values(

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 # Bytes of a checkpoint from which on its weights stay in the files. Smaller models are loaded by transformers, and their
 # own forward is fast, too.
 LARGE = 1 << 30
-WITH_IMAGES = "qwen3_5"  # a type whose text model alone is what AutoModelForCausalLM makes of a checkpoint
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # of their checkpoints AutoModelForCausalLM makes the text model alone
 ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files: what frequencies are divided by
 
 
@@ -64,7 +64,7 @@ def _checkpoint_of(source: str | Path) -> Checkpoint | None:
     with suppress(Exception):  # a broken file raises errors of many kinds
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         kind = about.get("model_type")
-        if not (kind in FAMILIES or kind == WITH_IMAGES) or "quantization_config" in about:
+        if not (kind in FAMILIES or kind in WITH_IMAGES) or "quantization_config" in about:
             return None
         fetch("generation_config.json")
         paths = [Path(fetch(name)) for name in shards_of(Path(fetch(INDEX) or ""))]

@@ -317,9 +317,22 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
                 continue
             if about["dtype"] not in TYPES:
                 return None
-            begin = HEADER + length + about["data_offsets"][0]
-            tensors[name.replace(*WITHIN)] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
+            begin, end = about["data_offsets"]
+            entry = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), HEADER + length + begin)
+            tensors |= _of_each_expert(name.replace(*WITHIN), entry, end - begin)
     return Checkpoint(*settings_of(folder), files, tensors)
+
+
+def _of_each_expert(name: str, entry: Entry, size: int) -> dict[str, Entry]:
+    """Return the matrices of a tensor of `size` bytes that holds all experts; any other tensor as it is."""
+    stem, _, last = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+    if not stem.endswith(".experts") or not kinds:
+        return {name: entry}
+    count, outputs, inputs = entry.shape
+    parts = [f"{stem}.{e}.{kind}.weight" for e in range(count) for kind in kinds]
+    one = entry._replace(shape=(outputs // len(kinds), inputs))
+    return {part: one._replace(offset=entry.offset + n * (size // len(parts))) for n, part in enumerate(parts)}
 
 
 def shards_of(index: Path) -> list[str]:

@@ -440,6 +440,22 @@ static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const f
     }
 }
 
+// y [M, D] += the output of the expert that all tokens x [M, D] share.
+static void add_shared_expert(const Layer& layer, const Shape& s, const Pass& p, const float* x,
+                              float* y) {
+    const int64_t M = p.tokens(), D = s.hidden, width = layer.shared_down.inputs;
+    float* out = p.routed;
+    linear(layer.shared_gate_up, x, D, M, p.inner, width, (Epilogue)s.activation);
+    linear(layer.shared_down, p.inner, width, M, out, D, STORE);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        const float score = dot(x + m * D, layer.shared_gate, D);
+        const FloatVec weight = broadcast(1.0f / (1.0f + std::exp(-score)));
+        for (int64_t d = 0; d < D; d += LANES)
+            store(y + m * D + d, fma(weight, load(out + m * D + d), load(y + m * D + d)));
+    }
+}
+
 // p.context [M, H h] from the projections in p.qkv, which it changes.
 static void run_attention(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                           int thread) {
@@ -487,6 +503,7 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
     if (!s.parallel) input = layer.mlp_norm ? normed_rows(thread, x, before_mlp, M, D, p.normed) : x;
     if (layer.experts) {
         mix_experts(*layer.experts, s, p, input, p.branch);
+        if (layer.shared_gate) add_shared_expert(layer, s, p, input, p.branch);
         return add_branch(layer.output_norm, s, M, p.branch, x);
     }
     linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);

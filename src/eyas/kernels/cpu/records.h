@@ -69,6 +69,10 @@ struct Layer {
     const Experts* experts;                         // instead of gate_up and down; null: none
     StateLayer state;                               // instead of attention
     int64_t place;                                  // among the layers with attention, or with state
+    // of an expert that all tokens go through beside those of their own, times the sigmoid of
+    // x * shared_gate [hidden]; null: none
+    Matrix shared_gate_up, shared_down;
+    const float* shared_gate;
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.

@@ -43,7 +43,8 @@ TREE = {"tree.nodes": 14, "tree.depth": 4, "tree.branch": 3}
 NEW = 20  # tokens of an answer
 
 # What the kernels treat differently: norms of heads, biases, windows (all layers, or every other one), head sizes, heads
-# that share keys (26: more than are read together), inputs after which rows are copied (512), or pass in blocks (2816).
+# that share keys (26: more than are read together), inputs after which rows are copied (512), or pass in blocks (2816),
+# sinks and experts.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "intermediate_size": 96},
     "mistral": {"head_dim": 32, "intermediate_size": 512, "sliding_window": zoo.WINDOW},
@@ -52,6 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "sliding_window": zoo.WINDOW, "layer_types": ["sliding_attention", "full_attention"],
     },
     "qwen3": {"head_dim": 128, "num_attention_heads": 26, "num_key_value_heads": 1, "intermediate_size": 2816},
+    "gpt_oss": {
+        "eager": True, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 96, "sliding_window": zoo.WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"], **zoo.EXPERTS,
+    },
 }  # fmt: skip
 ROUNDED = {"bfloat16": ("exact", "bfloat16"), "int8": ("exact", "int16", "int8"), "int4": ("exact", "int16", "int8")}
 MODES = (

@@ -20,7 +20,11 @@ from eyas.targets.gguf_files import ADDS_ONE
 
 __all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_packed"]
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # of GGUF files, where they have another name
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "qwen3_moe": "qwen3moe",
+}  # of GGUF files, where they have another name
 LAYER_NORMS = ("nemotron", "stablelm", "starcoder2")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -173,7 +177,7 @@ def write_gguf(
     arch = ARCHITECTURES.get(family, family)
     config, names = (
         model.config,
-        gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], model.config.num_hidden_layers),
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], model.config.num_hidden_layers),
     )
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -193,6 +197,13 @@ def write_gguf(
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "gpt_oss":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if tokens:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
@@ -216,14 +227,21 @@ def write_gguf(
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         if ".experts." in name:
-            gate, up = np.split(array, 2, axis=1)
-            parts = {"gate": gate, "up": up} if name.endswith("gate_up_proj") else {"down": array}
+            is_both, is_bias = "gate_up_proj" in name, name.endswith("bias")
+            if family == "gpt_oss" and not is_bias:
+                array = array.swapaxes(1, 2)
+            gate, up = (array[:, ::2], array[:, 1::2]) if family == "gpt_oss" else np.split(array, 2, axis=1)
+            parts = {"gate": gate, "up": up} if is_both else {"down": array}
             for part, of_experts in parts.items():
-                form = gguf.GGMLQuantizationType[kind]
-                data = gguf.quants.quantize(np.ascontiguousarray(of_experts), form)
-                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", data, raw_dtype=form)
+                form, data = gguf.GGMLQuantizationType[kind], np.ascontiguousarray(of_experts)
+                there = f"blk.{name.split('.')[2]}.ffn_{part}_exps"
+                if is_bias:
+                    writer.add_tensor(f"{there}.bias", data)
+                else:
+                    writer.add_tensor(f"{there}.weight", gguf.quants.quantize(data, form), raw_dtype=form)
             continue
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        there += ".weight" if name.endswith("sinks") else ""
         if array.ndim == 2 and not there.endswith("ffn_gate_inp.weight"):
             own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
             form = gguf.GGMLQuantizationType[own]

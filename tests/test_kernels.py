@@ -21,6 +21,7 @@ from eyas.core.sampling import GumbelNoise
 from eyas.kernels import _build
 from eyas.runners._cpu_net import with_cpu_kernels
 from eyas.runners.cpu_ops import CpuNoise
+from eyas.runners.stored import MXFP4
 
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
@@ -247,9 +248,29 @@ def test_rows_of_gguf_files(kind: str) -> None:
     assert torch.equal(kernels.linear(kernels.pack(rows.take(order), bias[order]), x), together[:, order])
     if kernels.has_dots() and kind not in ("F16", "BF16", "F32"):
         assert matrix.bytes < weight[:1].numel() * matrix.padded * 9.1 / 8, "no wider than its own integers and scales"
+        int4 = (kernels.linear(kernels.pack(one, bias, kernels.WeightFormat("int4")), x) for one in (rows, weight))
+        assert torch.equal(*int4), "blocks that are rounded again"
         for activations, error in (("int16", 1e-4), ("int8", 2e-2)):
             rounded = kernels.linear(kernels.pack(rows, bias, kernels.WeightFormat("exact", activations)), x)  # type: ignore[arg-type]
             assert 0 < float((rounded - exact).norm() / exact.norm()) < error
+
+
+@needs
+def test_rows_whose_scales_lie_apart() -> None:
+    """Guards MXFP4 as gpt-oss has it in safetensors: scales in a tensor of their own, neighbours in a byte."""
+    rows, weight = blocks("MXFP4", 70, 512)
+    data = torch.from_numpy(rows.owner).view(70, 16, 17)
+    low, high = data[..., 1:] & 15, data[..., 1:] >> 4
+    in_order = torch.cat([low, high], -1)
+    nibbles, scales = in_order[..., ::2] | in_order[..., 1::2] << 4, data[..., 0].contiguous()
+    row = torch.arange(70)
+    pairs = torch.stack((nibbles.data_ptr() + 256 * row, scales.data_ptr() + 16 * row), 1)
+    apart = kernels.Rows(MXFP4, pairs.data_ptr() + 16 * row, 512, (pairs, nibbles, scales))
+    assert torch.equal(apart.read(), weight)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
+    for weights in ("exact", "int4") if kernels.has_dots() else ("exact",):
+        form = kernels.WeightFormat(weights)  # type: ignore[arg-type]
+        assert torch.equal(*(kernels.linear(kernels.pack(one, None, form), x) for one in (rows, apart)))
 
 
 @contextmanager

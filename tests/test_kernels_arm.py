@@ -16,6 +16,8 @@ from test_kernels import *  # noqa: F403
 from test_kernels import _amx, _bfloat16_dots, _dots  # noqa: F401
 from test_kernels_layers import *  # noqa: F403
 
+del test_rows_whose_scales_lie_apart  # noqa: F821  # the emulator does not copy rows of addresses
+
 pytestmark = [pytest.mark.slow, emulated_arm.needs]
 
 
@@ -29,7 +31,7 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # The emulator copies the tensors to which records point. Matrices of experts lie behind records of their own.
-WITHOUT_EXPERTS = [family for family in FAMILIES if "moe" not in family and family != "mixtral"]
+WITHOUT_EXPERTS = [family for family in FAMILIES if "moe" not in family and family not in ("mixtral", "gpt_oss")]
 
 
 @pytest.mark.parametrize("family", WITHOUT_EXPERTS)

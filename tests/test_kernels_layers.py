@@ -48,6 +48,7 @@ class Weights:
     seed: int
     window: int = 0
     head_norms: bool = False
+    with_sinks: bool = False
 
     def __post_init__(self) -> None:
         s = self.sizes
@@ -62,6 +63,7 @@ class Weights:
         self.q_norm, self.k_norm = (
             1 + 0.3 * random(s.head_dim, seed=self.seed + n) if self.head_norms else None for n in (13, 14)
         )
+        self.sinks = 3 * random(s.heads, seed=self.seed + 15) if self.with_sinks else None
 
     def packed(self) -> Layer:
         form = WeightFormat(self.kind) if self.kind == "int4" else kernels.EXACT
@@ -72,7 +74,7 @@ class Weights:
         gate_up = kernels.pack_gated(self.matrices["gate"], self.matrices["up"], weight_format=form)
         return Layer(
             pack("qkv", self.bias), pack("o"), gate_up, pack("down"),
-            self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.window,
+            self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.window, sinks=self.sinks,
         )  # fmt: skip
 
     def reference(self, x_RQD: Tensor, forward: Pass, store: Tensor) -> Tensor:
@@ -101,11 +103,21 @@ class Weights:
             if self.window:
                 sees_Q[:, :length] = torch.arange(length) > forward.position_RQ[r][:, None] - self.window
             scores = (q[r] @ keys.transpose(1, 2) * s.scale).masked_fill(~sees_Q, -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.double()[:, None, None].expand(-1, k.shape[2], 1)
+                scores, values = torch.cat([scores, sinks], -1), F.pad(values, (0, 0, 0, 1))
             context_RQ[r] = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
         x_RQD = x_RQD + F.linear(context_RQ, self.matrices["o"].double())
         normed = rms_norm(x_RQD, self.mlp_norm)
         gate, up, down = (self.matrices[name].double() for name in ("gate", "up", "down"))
-        return x_RQD + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+        return x_RQD + F.linear(gated(F.linear(normed, gate), F.linear(normed, up), s.activation), down)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu_gated":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -152,13 +164,14 @@ def layer_sizes(head_dim: int, heads: tuple[int, int]) -> LayerSizes:
 def test_a_layer_computes_what_float64_does(kind: str, kv: str, head_dim: int) -> None:
     """Guards attention in every head size, for queries that read keys together and remainders,
     groups of heads, committed slots, windows, nodes of an earlier pass, norms of heads, rotary
-    positions, and the three epilogues, in every format of weights and of keys and values."""
+    positions, sinks, gates, and the three epilogues, in every format of weights and of keys and values."""
     if kind == "int4" and not kernels.has_dots():
         pytest.skip("no integer dot products, so no int4")
     turn = FORMATS.index(kind) + HEAD_DIMS.index(head_dim) + (kv == "bfloat16")
     sizes = layer_sizes(head_dim, HEADS[turn % len(HEADS)])
-    head_norms = turn % 2 == 1
-    weights = [Weights(sizes, kind, 20 * n, window, head_norms) for n, window in enumerate((0, WINDOW))]
+    head_norms, with_sinks = turn % 2 == 1, turn % 3 > 0
+    sizes = replace(sizes, activation="clamped_gated" if with_sinks else "silu_gated")
+    weights = [Weights(sizes, kind, 20 * n, window, head_norms, with_sinks) for n, window in enumerate((0, WINDOW))]
     forward = tree_pass(sizes, len(weights))
     forward = replace(forward, store=forward.store.to(getattr(torch, kv)))
     Q = forward.position_RQ.shape[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 import zoo
@@ -51,6 +52,10 @@ MORE = {
     "qwen2": {"use_sliding_window": True, "sliding_window": zoo.WINDOW, "layer_types": zoo.ALTERNATING},
     "qwen3": {},
     "ministral": zoo.MIXED,
+    "ministral3": {"seed": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1,
+    }},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.7, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
     "seed_oss": {"attention_bias": True, "attention_out_bias": True},
     "arcee": {"mlp_bias": True},
@@ -68,6 +73,11 @@ MORE = {
     },
     "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "gpt_oss": {
+        "eager": True, **zoo.MIXED, **zoo.EXPERTS, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False, "original_max_position_embeddings": 128,
+        },
+    },
     "helium": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 8.0, "factor": 1.0}},
     "lfm2": {"layer_types": zoo.CONV_THEN_ATTENTION, "block_auto_adjust_ff_dim": False, "conv_bias": True},
@@ -221,6 +231,34 @@ def test_every_method_is_lossless_by_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "ministral3"])
+def test_methods_with_sinks_experts_and_scaled_queries(family: str) -> None:
+    """Guards texts longer than a window and than the first training: ids of transformers, in four rows and in one."""
+    target, laws = with_cpu_kernels(family), [*LAWS, Sampling(0.9, min_p=0.05, seed=5)]
+    requests = [Request(tuple(ids(n, n)), 20, law) for n, law in zip((5, 23, 40, 90), laws, strict=True)]
+    told = [list(plain_decode(model(family), request)) for request in requests]
+    for name in ("vanilla", "prompt_lookup", "eagle3"):
+        kind = drafters.find(name)
+        drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
+        assert run(Decoder(target, drafter, 4), requests)[0] == told
+        assert run(Decoder(target, drafter, 1), requests[-1:])[0] == told[-1:]
+
+
+def test_layers_of_gpt_oss_that_were_edited() -> None:
+    """Guards gates that are clamped elsewhere, which few texts would show, sinks of fewer heads, and experts without biases."""
+    for edit, reason in (
+        (lambda layer: setattr(layer.mlp.experts, "limit", 5.0), "layer 1 is pruned or edited"),
+        (lambda layer: setattr(layer.self_attn, "sinks", Parameter(torch.zeros(3))), "layer 1 .* number of sinks"),
+        (lambda layer: delattr(layer.mlp.experts, "down_proj_bias"), "layer 1 is pruned or edited"),
+    ):
+        edited = zoo.tiny("gpt_oss", **SIZES | MORE["gpt_oss"])
+        target = Target(edited)
+        edit(edited.model.layers[1])
+        with pytest.raises(UnsuitedError, match=reason):
+            make_cpu_runner(target)
+
+
+@pytest.mark.slow
 def test_the_draft_by_kernels_is_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the nets' fused layers: with weights that are not rounded, the trees of eagle1,
     eagle3, mtp and hydra++ are those of the modules."""
@@ -302,6 +340,7 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
         (zoo.FAMILIES["llama"](), "heads of width"),
         (zoo.tiny("llama", **SIZES).bfloat16(), "float32"),
         (zoo.tiny("llama", **SIZES, hidden_act="gelu"), "activation GELU"),
+        (zoo.tiny("gpt_oss", **SIZES | MORE["gpt_oss"], swiglu_limit=5.0), "clamped by"),
         (zoo.tiny("stablelm", **SIZES, use_parallel_residual=True), "parallel residual"),
         (zoo.tiny("stablelm", **SIZES, qk_layernorm=True), "q_layernorm.* not in the kernels' table"),
         (zoo.tiny("cohere", **SIZES, use_qk_norm=True), "Cohere"),

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3_5Config
 
@@ -60,7 +60,25 @@ def folder(tmp_path: Path, family: str = "llama", dtype: torch.dtype = torch.bfl
     """Write a random model in several files; return where."""
     model: PreTrainedModel = zoo.tiny(family, **SIZES, **options).to(dtype)
     model.save_pretrained(tmp_path / family, max_shard_size="100KB")
+    if family == "gpt_oss":
+        quantise_experts(tmp_path / family)
     return tmp_path / family
+
+
+def quantise_experts(place: Path) -> None:
+    """Give a folder of gpt-oss random experts in MXFP4, in the layout of its publisher."""
+    about, generator = json.loads((place / "config.json").read_text()), torch.Generator().manual_seed(0)
+    about["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (place / "config.json").write_text(json.dumps(about))
+    tensors = {name: x for file in place.glob("*.safetensors") for name, x in load_file(file).items()}
+    for file in place.glob("model*"):
+        file.unlink()
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        groups = count, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, groups, generator=generator, dtype=torch.uint8)
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
 
 
 def load(place: Path, **options: Any) -> eyas.LLM:
@@ -76,8 +94,9 @@ def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
 def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
     more = MOE if "moe" in family or family == "qwen3_next" else {}
-    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=family == "gemma2", **more)
-    llm, plain = load(place), load(place, kernels="off")
+    eager = family in ("gemma2", "gpt_oss")
+    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=eager, **more)
+    llm, plain = load(place), load(place, kernels="off", dtype="float32")
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None
     assert stored_in(plain.target.model) is None
@@ -150,6 +169,32 @@ def test_gguf_files_of_families(family: str, tmp_path: Path) -> None:
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None
     torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gguf_file_of_gpt_oss(tmp_path: Path) -> None:
+    """Guards files that transformers cannot read, as their RoPE is scaled: sinks, biases of experts in parts, experts in
+    MXFP4, and the configuration. Expected: the random model with the numbers of the file."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    options: dict[str, Any] = zoo.MIXED | zoo.EXPERTS | {"eager": True, "rope_parameters": yarn | {"truncate": False}}
+    write_gguf(tmp_path / "model.gguf", "MXFP4", family="gpt_oss", tokens=TOKENS, others={"": "Q8_0"}, **options)
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        llm = eyas.load(tmp_path / "model.gguf", "vanilla")
+    own = zoo.tiny("gpt_oss", **SIZES, vocab_size=len(TOKENS), **options)
+    for name, weight in own.named_parameters():
+        if weight.ndim == 1 or name.endswith(("bias", "router.weight")):
+            continue
+        form = GGMLQuantizationType["MXFP4" if "experts" in name else "Q8_0"]
+        rows = weight.data.mT if "experts" in name else weight.data
+        rows.copy_(torch.from_numpy(dequantize(quantize(rows.contiguous().numpy(), form), form)))
+    assert llm.target.runner.name == "kernels"
+    ids = torch.arange(60) % len(TOKENS)
+    with torch.inference_mode():
+        expected, stored = (one(ids[None]).logits[0, -1] for one in (own, llm.target.model))
+    torch.testing.assert_close(scores(llm, ids.tolist()), expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=3e-5)
 
 
 def test_the_command_line_leaves_weights_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,8 @@ __all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
-ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5}  # of MLPs, as in cpu/tiles.h; gelu by tanh
+# of MLPs, as in cpu/tiles.h; gelu by tanh
+ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5, "clamped_gated": 6}
 HEAD_NORMS = ("before", "after", "whole")  # RoPE, or of all heads as one; as in cpu/records.h
 
 
@@ -40,6 +41,7 @@ class LayerSizes:
         centred: norms subtract the mean (LayerNorm).
         parallel: attention and MLP read the same input.
         head_norm: where queries and keys are normed, one of HEAD_NORMS.
+        query_table: queries have a table of angles of their own, after the layer's.
         gated: the output of attention is multiplied by the sigmoids of gates, which follow the queries in `qkv`.
     """
 
@@ -57,6 +59,7 @@ class LayerSizes:
     centred: bool = False
     parallel: bool = False
     head_norm: str = "before"
+    query_table: bool = False
     gated: bool = False
 
     @property
@@ -70,7 +73,7 @@ class LayerSizes:
         return _records.LayerSizes(
             self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale, self.softcap,
             self.residual, self.rotary or self.head_dim, ACTIVATIONS[self.activation], self.centred, self.parallel,
-            HEAD_NORMS.index(self.head_norm), self.gated, self.projected,
+            HEAD_NORMS.index(self.head_norm), self.query_table, self.gated, self.projected,
         )  # fmt: skip
 
 
@@ -151,6 +154,7 @@ class Layer:
         attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
         experts: instead of `gate_up` and `down`.
+        sinks: [heads]; each adds a score to the sum of its head's softmax, and no value.
         state: instead of attention; `qkv` and `o` are then its projections.
         shared: the two matrices of an expert that all tokens go through, as in `gate_up` and `down`.
         shared_gate_D: its output is multiplied by the sigmoid of the product with the layer's input.
@@ -173,6 +177,7 @@ class Layer:
     output_norm: Tensor | None = None
     rope: int = 0
     experts: Experts | None = None
+    sinks: Tensor | None = None
     state: StateLayer | None = None
     shared: tuple[Matrix, Matrix] | None = None
     shared_gate_D: Tensor | None = None
@@ -191,7 +196,7 @@ class Layer:
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
         state = _records.StateLayer() if self.state is None else self.state.record
-        made = _records.Layer(*records, *norms, self.window, *more, self.rope, experts, state)
+        made = _records.Layer(*records, *norms, self.window, *more, self.rope, experts, address(self.sinks), state)
         if self.shared is not None:
             made.shared_gate_up, made.shared_down = (matrix.record for matrix in self.shared)
             made.shared_gate = address(self.shared_gate_D)

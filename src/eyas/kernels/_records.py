@@ -66,7 +66,7 @@ class Layer(ctypes.Structure):
         ("window", c_int64),
         *((name, c_void_p) for name in ("norm_bias", "mlp_norm_bias", "attention_norm", "output_norm")),
         ("rope", c_int64),
-        ("experts", c_void_p),
+        *((name, c_void_p) for name in ("experts", "sinks")),
         ("state", StateLayer),
         ("place", c_int64),
         ("shared_gate_up", Matrix),
@@ -88,7 +88,7 @@ class LayerSizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "residual")),
-        *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm")),
+        *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm", "query_table")),
         *((name, c_int64) for name in ("gated", "stride")),
     )
 

@@ -45,6 +45,8 @@ class Decoder:
         state: name of the module that some layers have instead of attention; "": there is none.
         activation: of an MLP that has no module for it.
         rotates: whether a layer with this attention rotates queries and keys.
+        half_angles: the rotary module gives each angle once.
+        scales_queries: by positions, as in Llama 4; all of a head is rotated.
     """
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -62,6 +64,8 @@ class Decoder:
     gated: bool = False
     state: str = ""
     rotates: Callable[[Any], bool] = lambda attention: True
+    half_angles: bool = False
+    scales_queries: bool = False
 
 
 GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -83,12 +87,14 @@ FAMILIES = {
     "gemma3_text": Decoder(GEMMA, plus_one=True),
     "glm": Decoder(mlp=FUSED, interleaved=True),
     "glm4": Decoder(GLM4, mlp=FUSED, interleaved=True),
+    "gpt_oss": Decoder(half_angles=True),
     "helium": Decoder(interleaved=True),
     "hunyuan_v1_dense": Decoder(head_norms=("query_layernorm", "key_layernorm"), head_norm="after"),
     "lfm2": Decoder(
         ("operator_norm", "", "ffn_norm", ""), head_norms=("q_layernorm", "k_layernorm"), output="out_proj", mlp_name="feed_forward",
         mlp=("w1", "w3", "w2"), activation="silu", final_norm="embedding_norm", state="conv",
     ),
+    "ministral3": Decoder(scales_queries=True),
     "nemotron": Decoder(mlp=("up_proj", "down_proj"), centred=True, plus_one=True),
     "olmo2": Decoder(OLMO, head_norm="whole"),
     "olmo3": Decoder(OLMO, head_norm="whole"),
@@ -112,6 +118,7 @@ ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu", "NewGELUActivation": "gelu",
     "ReLUSquaredActivation": "relu2",
 }  # fmt: skip
+CLAMP = (1.702, 7.0)  # of gpt-oss
 
 
 class Part(NamedTuple):
@@ -135,18 +142,74 @@ class Part(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The modules of an MLP with experts: gate_up_proj [E, 2 I, D] and down_proj [E, D, I] of `experts`."""
+    """The modules of an MLP with experts: gate_up_proj [E, 2 I, D] and down_proj [E, D, I] of `experts`.
+
+    gpt-oss has biases, clamped gates, gate_up_proj [E, D, 2 I] and down_proj [E, I, D]. Its gates and ups take turns.
+    """
 
     router: Any
     experts: Any
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def clamp(self) -> tuple[float, float] | None:
+        """The numbers of clamped gates: the factor in the sigmoid and the limit; None for other gates."""
         experts = self.experts
+        return (experts.alpha, experts.limit) if hasattr(experts, "limit") else None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        router, experts = self.router.weight, self.experts
         if isinstance(experts, StoredExperts):
             count, (inner, D) = len(experts.gates), experts.gates[0].shape
-            return tuple(self.router.weight.shape), (count, 2 * inner, D), (count, D, inner)
-        return tuple(tuple(x.shape) for x in (self.router.weight, experts.gate_up_proj, experts.down_proj))
+            return tuple(router.shape), (count, 2 * inner, D), (count, D, inner)
+        weights = experts.gate_up_proj, experts.down_proj
+        if self.clamp is not None:
+            weights = tuple(weight.mT for weight in weights)
+        return tuple(tuple(x.shape) for x in (router, *weights))
+
+    @property
+    def biases(self) -> tuple[Any, ...]:
+        """The biases of router, gate_up_proj and down_proj; None: there is none."""
+        router, experts = self.router, self.experts
+        return (
+            getattr(router, "bias", None),
+            getattr(experts, "gate_up_proj_bias", None),
+            getattr(experts, "down_proj_bias", None),
+        )
+
+    def of_experts(self, inner: int) -> Iterator[Expert]:
+        """Yield the matrices of each expert."""
+        gates, ups = slice(0, inner), slice(inner, None)
+        if self.clamp is not None:
+            gates, ups = slice(0, None, 2), slice(1, None, 2)
+        for e in range(self.shapes[0][0]):
+            three = self._rows(e, gates, ups)
+            if self.clamp is None:
+                yield Expert(*three)
+                continue
+            _, of_both, of_down = self.biases
+            yield Expert(*three, of_both[e, gates], of_both[e, ups], of_down[e])
+
+    def _rows(self, e: int, gates: slice, ups: slice) -> tuple[kernels.Rows, kernels.Rows, kernels.Rows]:
+        experts = self.experts
+        if isinstance(experts, StoredExperts):
+            return experts.gates[e], experts.ups[e], experts.downs[e]
+        both, down = experts.gate_up_proj[e], experts.down_proj[e]
+        if self.clamp is not None:
+            both, down = both.T, down.T
+        rows = kernels.Rows.of(both)
+        return rows.take(gates), rows.take(ups), kernels.Rows.of(down)
+
+
+class Expert(NamedTuple):
+    """The matrices of an expert."""
+
+    gate: kernels.Rows
+    up: kernels.Rows
+    down: kernels.Rows
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -237,6 +300,7 @@ class Parts(NamedTuple):
     mixture: Mixture | None
     norms: tuple[Any, ...]  # four, as in `Decoder.norms`; None for no norm
     head_norms: tuple[Any, Any]
+    sinks: Any  # None: attention has none
     shared: Shared | None
     state: State | None = None
 
@@ -266,7 +330,8 @@ def _decoder(target: Target) -> Decoder:
 def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     """Return the modules of a layer. Raise AttributeError where one is missing."""
     mlp = getattr(layer, decoder.mlp_name)
-    mixture = Mixture(mlp.gate, mlp.experts) if hasattr(mlp, "experts") else None
+    router = "gate" if hasattr(mlp, "gate") else "router"
+    mixture = Mixture(getattr(mlp, router), mlp.experts) if hasattr(mlp, "experts") else None
     gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
     shared = None
     if hasattr(mlp, "shared_expert"):
@@ -276,7 +341,7 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     if hasattr(layer, decoder.state):
         state = State.of(getattr(layer, decoder.state))
         output = Part(state.module.out_proj)
-        return Parts(None, None, None, output, gate, up, down, mixture, norms, (None, None), shared, state)
+        return Parts(None, None, None, output, gate, up, down, mixture, norms, (None, None), None, shared, state)
     attention = layer.self_attn
     if hasattr(attention, "qkv_proj"):
         h = attention.head_dim
@@ -285,8 +350,8 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     else:
         q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
     of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
-    output = Part(getattr(attention, decoder.output))
-    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), shared)
+    output, sinks = Part(getattr(attention, decoder.output)), getattr(attention, "sinks", None)
+    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), sinks, shared)
 
 
 def _dense(mlp: Any, decoder: Decoder) -> tuple[Part | None, Part, Part]:
@@ -379,6 +444,12 @@ def sizes_of(target: Target) -> LayerSizes:
     mlp = getattr(first, decoder.mlp_name) if parts.mixture is None else parts.mixture.experts
     activation = next((getattr(mlp, name) for name in named if hasattr(mlp, name)), None)
     kind = ACTIVATIONS.get(type(activation).__name__, decoder.activation)
+    if parts.mixture is not None and (clamp := parts.mixture.clamp) is not None:
+        if clamp != CLAMP:
+            raise UnsuitedError(
+                f"the kernels know gates that are clamped by {CLAMP}, and this MLP's are clamped by {clamp}"
+            )
+        kind = "clamped"
     name = kind if parts.gate is None and parts.mixture is None else f"{kind}_gated"
     if name not in kernels.ACTIVATIONS:
         raise UnsuitedError(f"the kernels do not know the activation {type(activation).__name__} of this MLP")
@@ -390,7 +461,8 @@ def sizes_of(target: Target) -> LayerSizes:
         norm_eps(next(norm for norm in parts.norms if norm is not None)), float(attention.scaling),
         rotary=angles(target, 1)[0].shape[-1], softcap=float(cap),
         residual=float(getattr(first, "residual_multiplier", 1.0)), activation=name,
-        centred=decoder.centred, parallel=decoder.parallel, head_norm=decoder.head_norm, gated=decoder.gated,
+        centred=decoder.centred, parallel=decoder.parallel, head_norm=decoder.head_norm,
+        query_table=decoder.scales_queries, gated=decoder.gated,
     )  # fmt: skip
 
 
@@ -425,11 +497,15 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
         faults.append("its heads have another width or scale")
     if getattr(layer, "residual_multiplier", 1.0) != size.residual:
         faults.append("its residual stream has another factor")
+    if parts.sinks is not None and (parts.sinks.shape, parts.sinks.dtype) != ((size.heads,), torch.float32):
+        faults.append("its attention has another number of sinks")
     matrices = (part.module for part in parts.linears)
     others = (*(parts.mixture or ()), *(parts.state or ()))
     read = {id(module) for module in (*matrices, *parts.norms, *parts.head_norms, *others)}
     for name, module in layer.named_modules():
-        is_weight = isinstance(module, nn.Linear) or any(True for _ in module.parameters(recurse=False))
+        is_weight = isinstance(module, nn.Linear) or any(
+            parameter is not parts.sinks for parameter in module.parameters(recurse=False)
+        )
         if is_weight and id(module) not in read:
             faults.append(f"{name} is not in the kernels' table")
     return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
@@ -447,7 +523,12 @@ def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
     count = mixture.shapes[0][0]
     fits = mixture.shapes == ((count, D), (count, 2 * inner, D), (count, D, inner))
     weights = [x for module in mixture for x in module.parameters()]
-    expected = 1 if isinstance(mixture.experts, StoredExperts) else 3  # the others would be biases
+    expected = 1 if isinstance(mixture.experts, StoredExperts) else 3
+    if mixture.clamp is not None:
+        expected += 3  # biases
+        shapes = [getattr(bias, "shape", None) for bias in mixture.biases]
+        fits &= shapes == [(count,), (count, 2 * inner), (count, D)]
+        fits &= mixture.clamp == CLAMP
     is_known = len(weights) == expected and {x.dtype for x in weights} == {torch.float32}
     return "" if fits and is_known else one_line(mixture, 120)
 
@@ -498,15 +579,28 @@ def _norm_weights(norm: Any, decoder: Decoder) -> tuple[Tensor | None, Tensor | 
 
 def angles(target: Target, positions: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [tables, positions, h] in the order of halves, by the model's own rotary module; one table
-    for each of `_angle_kinds`."""
+    for each of `_angle_kinds`. Queries that are scaled have another."""
     rotary: Any = target.family.base.rotary_emb
     at = kernels.floats(1, 1, 1), torch.arange(positions, device="cpu")[None]
     pairs: list[tuple[Tensor, Tensor]] = [rotary(*at, *kind) for kind in _angle_kinds(target)]
     cosine, sine = (torch.cat(tables).float() for tables in zip(*pairs, strict=True))
+    if _decoder(target).half_angles:
+        cosine, sine = (table.repeat(1, 1, 2) for table in (cosine, sine))
     half = cosine.shape[-1] // 2
     if positions > 1 and not torch.equal(cosine[..., :half], cosine[..., half:]):  # Cohere's are side by side
         cosine, sine = (table[..., ::2].repeat(1, 1, 2) for table in (cosine, sine))
+    if _decoder(target).scales_queries:
+        scale_P1 = _query_scales(target, positions)
+        cosine, sine = (torch.cat([table, table * scale_P1]) for table in (cosine, sine))
     return cosine.contiguous(), sine.contiguous()
+
+
+def _query_scales(target: Target, positions: int) -> Tensor:
+    """Return the factors [P, 1] of queries, which grow at each multiple of the length of the first training."""
+    rope: Any = target.model.config.get_text_config(decoder=True).rope_parameters
+    times = torch.arange(positions, device="cpu") // rope["original_max_position_embeddings"]
+    scale_P: Tensor = 1 + rope["llama_4_scaling_beta"] * (1 + times).double().log()
+    return scale_P.float()[:, None]
 
 
 def _angle_kinds(target: Target) -> list[tuple[str, ...]]:
@@ -553,6 +647,7 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
         rope=rope,
         k=k,
         v=v,
+        sinks=None if parts.sinks is None else parts.sinks.detach().contiguous(),
         state=None if parts.state is None else _state(parts.state),
         shared=None if parts.shared is None else _dense_matrices(*parts.shared[:3], pack),
         shared_gate_D=None if parts.shared is None else parts.shared.router.module.weight.detach()[0].contiguous(),
@@ -605,16 +700,15 @@ def _dense_matrices(gate: Part | None, up: Part, down: Part, pack: Packing) -> t
 
 def _experts(mixture: Mixture, inner: int, pack: Packing) -> kernels.Experts:
     """Return the experts, packed. The router stays exact: by rounded scores a token would go through other experts."""
-    router, experts = mixture
-    if isinstance(experts, StoredExperts):
-        pairs, last = list(zip(experts.gates, experts.ups, strict=True)), experts.downs
-    else:
-        both, last = (list(map(kernels.Rows.of, weight)) for weight in (experts.gate_up_proj, experts.down_proj))
-        pairs = [(rows.take(slice(0, inner)), rows.take(slice(inner, None))) for rows in both]
+    router = mixture.router
+    gate_ups, downs = [], []
+    for expert in mixture.of_experts(inner):
+        gate_ups.append(pack.gated(expert.gate, expert.up, (expert.gate_bias, expert.up_bias)))
+        downs.append(pack(expert.down, expert.down_bias))
     return kernels.Experts(
-        router=pack(kernels.Rows.of(router.weight), None, kernels.EXACT),
-        gate_up=tuple(pack.gated(*pair) for pair in pairs),
-        down=tuple(map(pack, last)),
+        router=pack(kernels.Rows.of(router.weight), mixture.biases[0], kernels.EXACT),
+        gate_up=tuple(gate_ups),
+        down=tuple(downs),
         top=int(router.top_k),
         normed=bool(getattr(router, "norm_topk_prob", True)),
     )

@@ -63,8 +63,9 @@ def _checkpoint_of(source: str | Path) -> Checkpoint | None:
     fetch: Any = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False)
     with suppress(Exception):  # a broken file raises errors of many kinds
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
-        kind = about.get("model_type")
-        if not (kind in FAMILIES or kind in WITH_IMAGES) or "quantization_config" in about:
+        kind, quantised = about.get("model_type"), about.get("quantization_config", {}).get("quant_method")
+        # gpt-oss's experts that are not quantised lie in columns
+        if kind not in (*FAMILIES, *WITH_IMAGES) or quantised != ("mxfp4" if kind == "gpt_oss" else None):
             return None
         fetch("generation_config.json")
         paths = [Path(fetch(name)) for name in shards_of(Path(fetch(INDEX) or ""))]

@@ -40,7 +40,8 @@ __all__ = [
 ]  # fmt: skip
 
 PART = 32 << 20  # bytes of float32 that the own forward makes of a matrix at a time
-TYPES = {"F32": 0, "F16": 1, "BF16": 30}  # of safetensors, by their numbers in GGUF files
+TYPES = {"F32": 0, "F16": 1, "BF16": 30, "U8": 24}  # of safetensors, by their numbers in GGUF files
+MXFP4 = 1039  # MXFP4_PAIRS in kernels/cpu/pack.h: rows whose scales lie apart
 FEW = 256  # logits that are computed to learn about a model
 INDEX = "model.safetensors.index.json"
 # names of an expert's matrices: in files by transformers' classes of today, by Mixtral's, and in GGUF files, which hold the
@@ -140,15 +141,22 @@ class StoredExperts(nn.Module):
     """The experts of a layer, whose weights stay in their files.
 
     Attributes:
+        own: the module of transformers, whose biases stay, if it has any.
         gates, ups, downs: the rows of each expert.
         computed: whether `forward` computes them; else it returns zeros (`few_outputs`).
     """
 
-    def __init__(self, act_fn: Any, gates: Sequence[Rows], ups: Sequence[Rows], downs: Sequence[Rows]) -> None:
+    def __init__(self, own: Any, gates: Sequence[Rows], ups: Sequence[Rows], downs: Sequence[Rows]) -> None:
         super().__init__()
-        self.act_fn: Any = act_fn
         self.computed = True
         self.gates, self.ups, self.downs = gates, ups, downs
+        if not hasattr(own, "limit"):
+            self.act_fn: Any = own.act_fn
+            return
+        self.alpha = own.alpha
+        self.limit = own.limit
+        self.gate_up_proj_bias = own.gate_up_proj_bias
+        self.down_proj_bias = own.down_proj_bias
 
     def forward(self, x_MD: Tensor, chosen_Mk: Tensor, weight_Mk: Tensor) -> Tensor:
         """Return the weighted sums [M, D] of the chosen experts' outputs."""
@@ -156,9 +164,19 @@ class StoredExperts(nn.Module):
         for e in torch.unique(chosen_Mk).tolist() if self.computed else ():
             m, place = torch.where(chosen_Mk == e)
             first, second = (F.linear(x_MD[m], rows[e].read()) for rows in (self.gates, self.ups))
-            output = F.linear(self.act_fn(first) * second, self.downs[e].read())
+            if hasattr(self, "limit"):
+                output = F.linear(self._clamped(first, second, e), self.downs[e].read(), self.down_proj_bias[e])
+            else:
+                output = F.linear(self.act_fn(first) * second, self.downs[e].read())
             total_MD.index_add_(0, m, output * weight_Mk[m, place, None])
         return total_MD
+
+    def _clamped(self, gate_MI: Tensor, up_MI: Tensor, e: int) -> Tensor:
+        """Return gated inner units as gpt-oss has them."""
+        bias_I2 = self.gate_up_proj_bias[e].view(-1, 2)
+        gate_MI = (gate_MI + bias_I2[:, 0]).clamp(max=self.limit)
+        up_MI = (up_MI + bias_I2[:, 1]).clamp(-self.limit, self.limit)
+        return (up_MI + 1) * gate_MI * torch.sigmoid(self.alpha * gate_MI)
 
 
 @dataclass(frozen=True)
@@ -211,6 +229,7 @@ class Checkpoint:
         """Return the model in eval mode; with `layers`, of its first ones only. Raise ModelError if tensors are
         missing or have other shapes."""
         config = copy.deepcopy(self.config)
+        vars(config).pop("quantization_config", None)  # of experts, which are read here
         if layers is not None:
             config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
@@ -237,10 +256,7 @@ class Checkpoint:
     def _store(self, parent: nn.Module, place: str, name: str, module: Any, config: Any) -> None:
         """Replace a linear layer, an embedding or experts by one whose weight stays in the file."""
         if place == "experts" and hasattr(module, "gate_up_proj"):
-            count, double, D = module.gate_up_proj.shape
-            shapes = {"gate": (double // 2, D), "up": (double // 2, D), "down": (D, double // 2)}
-            parts = [self._expert_rows(name, kind, (count, *shape)) for kind, shape in shapes.items()]
-            setattr(parent, place, StoredExperts(module.act_fn, *parts))
+            setattr(parent, place, StoredExperts(module, *self._experts(name, module)))
         if not isinstance(module, nn.Linear | nn.Embedding):
             return
         key = f"{name}.weight"
@@ -255,19 +271,51 @@ class Checkpoint:
             bias = None if module.bias is None else self.tensor(f"{name}.bias", module.bias.shape)
             setattr(parent, place, StoredLinear(rows, bias))
 
+    def _experts(self, name: str, module: Any) -> list[list[Rows]]:
+        """Return the rows of each expert: gates, ups and downs. Read the biases that GGUF files have in parts."""
+        is_gpt_oss, down = hasattr(module, "limit"), module.down_proj
+        count, D, inner = (down.mT if is_gpt_oss else down).shape
+        if is_gpt_oss and f"{name}.down_proj_blocks" in self.tensors:
+            both = self._mxfp4(f"{name}.gate_up_proj", (count, 2 * inner, D))
+            gates = [rows.take(slice(0, None, 2)) for rows in both]
+            ups = [rows.take(slice(1, None, 2)) for rows in both]
+            return [gates, ups, self._mxfp4(f"{name}.down_proj", (count, D, inner))]
+        shapes = {"gate": (inner, D), "up": (inner, D), "down": (D, inner)}
+        if is_gpt_oss:
+            gate, up, bias_ED = (
+                self.tensor(f"{_in_gguf(name, kind)}.bias", (count, outputs)) for kind, (outputs, _) in shapes.items()
+            )
+            bias_EI2 = torch.stack((gate, up), 2)
+            module.gate_up_proj_bias = nn.Parameter(bias_EI2.flatten(1), requires_grad=False)
+            module.down_proj_bias = nn.Parameter(bias_ED, requires_grad=False)
+        return [self._expert_rows(name, kind, (count, *shape)) for kind, shape in shapes.items()]
+
     def _expert_rows(self, name: str, kind: str, shape: tuple[int, int, int]) -> list[Rows]:
         """Return the rows of each expert's matrix of this kind."""
         count, outputs, inputs = shape
         today, mixtral = EXPERTS[kind]
-        at = re.search(r"layers\.(\d+)\.", name)
-        whole = "" if at is None else f"blk.{at[1]}.ffn_{kind}_exps.weight"
+        whole = f"{_in_gguf(name, kind)}.weight"
         if whole in self.tensors:
-            entry = self._entry(whole, shape)
-            begin = self.files[entry.file].address + entry.offset
-            rows = Rows.at(begin, entry.type, count * outputs, inputs, self)
+            rows = Rows.at(self._begin(whole, shape), self.tensors[whole].type, count * outputs, inputs, self)
             return [rows.take(slice(e * outputs, (e + 1) * outputs)) for e in range(count)]
         stem = today if f"{name}.0.{today}.weight" in self.tensors else mixtral
         return [self.rows(f"{name}.{e}.{stem}.weight", (outputs, inputs)) for e in range(count)]
+
+    def _mxfp4(self, name: str, shape: tuple[int, int, int]) -> list[Rows]:
+        """Return the rows of each expert's matrix, whose nibbles and scales are two tensors."""
+        count, outputs, inputs = shape
+        groups = inputs // 32  # of weights that share a scale
+        nibbles = self._begin(f"{name}_blocks", (count, outputs, groups, 16))
+        scales = self._begin(f"{name}_scales", (count, outputs, groups))
+        row = torch.arange(count * outputs)
+        pairs = torch.stack((nibbles + 16 * groups * row, scales + groups * row), 1)
+        rows = Rows(MXFP4, pairs.data_ptr() + 16 * row, inputs, (pairs, self))
+        return [rows.take(slice(e * outputs, (e + 1) * outputs)) for e in range(count)]
+
+    def _begin(self, name: str, shape: Sequence[int]) -> int:
+        """Return the address of a tensor."""
+        entry = self._entry(name, shape)
+        return self.files[entry.file].address + entry.offset
 
     def _entry(self, name: str, shape: Sequence[int]) -> Entry:
         entry = self.tensors.get(name) or self.tensors.get(name.replace(*MIXTRAL))
@@ -276,6 +324,12 @@ class Checkpoint:
         if entry.shape != tuple(shape):
             raise ModelError(f"{self.files[0].path}: {name} is {list(entry.shape)} instead of {list(shape)}")
         return entry
+
+
+def _in_gguf(name: str, kind: str) -> str:
+    """Return the name of a matrix of all experts in GGUF files."""
+    at = re.search(r"layers\.(\d+)\.", name)
+    return "" if at is None else f"blk.{at[1]}.ffn_{kind}_exps"
 
 
 def stored_in(model: Any) -> Checkpoint | None:

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
 ARCHITECTURE = "general.architecture"
+SCALING = ".rope.scaling."
 FORMAT = 7  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
@@ -141,10 +143,15 @@ def _check(source: str | Path, gguf_file: str) -> None:
 def _read_config(path: Path, header: Header) -> PreTrainedConfig:
     """Return the configuration as transformers reads it, from a copy without the tokenizer: transformers takes seconds to
     minutes for the tokens."""
+    is_gpt_oss = header.values.get(ARCHITECTURE) == "gpt-oss"
+    if is_gpt_oss:
+        header = replace(header, parts={name: part for name, part in header.parts.items() if SCALING not in name})
     with tempfile.TemporaryDirectory(prefix="eyas-gguf-") as folder:
         header.write_settings(Path(folder) / path.name)
         with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=path.name)
+            if is_gpt_oss:
+                _set_gpt_oss(config, header)
     config.name_or_path = str(path.parent)
     embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
     if embedding is not None:
@@ -154,6 +161,20 @@ def _read_config(path: Path, header: Header) -> PreTrainedConfig:
         if width is not None and hasattr(config, setting):
             setattr(config, setting, int(width))
     return config
+
+
+def _set_gpt_oss(config: PreTrainedConfig, header: Header) -> None:
+    """Set settings that transformers 5.23 does not read: it fails where RoPE is scaled, and has another name for windows."""
+    config.sliding_window = header.values["gpt-oss.attention.sliding_window"]
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": header.values["gpt-oss.rope.freq_base"],
+        "factor": header.values[f"gpt-oss{SCALING}factor"],
+        "original_max_position_embeddings": header.values[f"gpt-oss{SCALING}original_context_length"],
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
 
 
 def _read_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
@@ -280,6 +301,8 @@ def tensors_of(header: Header, config: Any) -> dict[str, Any]:
         stem, _, last = name.rpartition(".")
         if (theirs := known.get_name(stem)) is not None:
             names[f"{theirs}.{last}"] = name
+        elif last == "sinks":
+            names[f"{known.get_name(name)}.weight"] = name
     found = dict[str, Any]()
     for tensor in header.tensors:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

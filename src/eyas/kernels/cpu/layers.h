@@ -66,12 +66,12 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
         const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
                       offset = c.row[r] + k * c.head + slot * c.slot,
                       angle = layer.rope * p.table + p.position[r * p.queries + q] * s.rotary;
-        const float *cosine = p.cosine + angle, *sine = p.sine + angle;
         for (int64_t i = 0; i <= group_heads; i++) {
             float* x = p.qkv + m * stride + (i < group_heads ? (k * group_heads + i) * h : key);
             const float* norm = i < group_heads ? layer.q_norm : layer.k_norm;
             if (norm && s.head_norm == BEFORE_ROPE) rms_norm(x, norm, h, s.eps, x);
-            if (layer.rope >= 0) apply_rotary(x, cosine, sine, s.rotary);
+            const int64_t at = angle + (i < group_heads && s.query_table ? p.table : 0);
+            if (layer.rope >= 0) apply_rotary(x, p.cosine + at, p.sine + at, s.rotary);
             if (norm && s.head_norm == AFTER_ROPE) rms_norm(x, norm, h, s.eps, x);
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
@@ -131,20 +131,21 @@ NOINLINE void accumulate_values(const float* const* weights, int64_t place,
 }
 
 // Softmax without its division: scores become exp(score - max), zero behind `count` up to the next
-// multiple of LANES. Returns their sum.
-static inline float exp_inplace(float* scores, int64_t count) {
+// multiple of LANES. Returns their sum, with the sink's; -INFINITY: there is none.
+static inline float exp_inplace(float* scores, int64_t count, float sink) {
     for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;
     FloatVec largest = load(scores), total = {};
     for (int64_t i = LANES; i < count; i += LANES)
         largest = load(scores + i) > largest ? load(scores + i) : largest;
     float top = largest[0];
     for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    top = sink > top ? sink : top;
     for (int64_t i = 0; i < count; i += LANES) {
         FloatVec e = exp_vec(load(scores + i) - top);
         store(scores + i, e);
         total += e;
     }
-    return horizontal_sum(total);
+    return horizontal_sum(total) + exp_vec(broadcast(sink - top))[0];
 }
 
 // Attention of some queries of a row, for some heads that share keys: (query, head) pairs. Keys and
@@ -157,6 +158,7 @@ template <int CHUNKS>
 struct QueryGroup {
     const Shape& s;
     const Pass& p;
+    const float* sinks;         // of all heads, or null
     const char *keys, *values;  // of the row and the key-value head
     int64_t type;
     const uint8_t* visible;
@@ -289,7 +291,8 @@ struct QueryGroup {
                 });
             for (int64_t i = from; i < from + heads; i++) {
                 if (s.softcap != 0) cap(scores_at[i], count, s.softcap);
-                totals[i] = exp_inplace(scores_at[i], count);
+                const float sink = sinks ? sinks[head + i - from] : -INFINITY;
+                totals[i] = exp_inplace(scores_at[i], count, sink);
             }
         }
         const auto add = [&](int64_t from, int64_t pairs, int64_t place, const char* const* value,
@@ -350,6 +353,7 @@ static void attend(const Layer& layer, const Shape& s, const Pass& p, const KVCa
                    *values = c.values + c.row[r] + k * c.head;
         QueryGroup<CHUNKS>{s,
                            p,
+                           layer.sinks,
                            keys,
                            values,
                            c.type,

@@ -5,10 +5,12 @@
 
 #include "tiles.h"
 
-// Types of stored rows, by their numbers in files of GGUF format.
+// Types of stored rows, by their numbers in files of GGUF format. MXFP4_PAIRS is gpt-oss's in
+// safetensors: a row is two addresses, of its nibbles and of their scales.
 enum Stored : int64_t {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13,
-    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
+    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
+    MXFP4_PAIRS = 1039
 };
 
 static const int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
@@ -90,7 +92,8 @@ static const BlockType* block_type(int64_t type) {
         case Q6_K: return &q6_k;
         case IQ4_NL: return &iq4_nl;
         case IQ4_XS: return &iq4_xs;
-        case MXFP4: return &mxfp4;
+        case MXFP4:
+        case MXFP4_PAIRS: return &mxfp4;
     }
     return nullptr;
 }
@@ -109,18 +112,18 @@ static inline void split_scales(const uint8_t* from, Block& block) {
     }
 }
 
+// 2^(exponent - 128) in bfloat16: half of MXFP4's scale, as its codes are doubled.
+static inline uint16_t half_scale(int exponent) {
+    return exponent >= 2 ? (exponent - 1) << 7 : 0x20 << exponent;
+}
+
 static void take_apart(int64_t type, const uint8_t* from, Block& block) {
     uint8_t* to = block.integer;
     block.scale = read_16(from);
     switch (type) {
         case Q4_0:
         case IQ4_NL: split_nibbles(from + 2, 16, to); break;
-        case MXFP4: {
-            const int e = from[0];  // 2^(e - 128): half of it, as codes are doubled
-            block.scale = e >= 2 ? (e - 1) << 7 : 0x20 << e;
-            split_nibbles(from + 1, 16, to);
-            break;
-        }
+        case MXFP4: block.scale = half_scale(from[0]), split_nibbles(from + 1, 16, to); break;
         case Q4_1: block.least = read_16(from + 2), split_nibbles(from + 4, 16, to); break;
         case Q5_0:
         case Q5_1: {
@@ -168,6 +171,28 @@ static void take_apart(int64_t type, const uint8_t* from, Block& block) {
     }
 }
 
+// The blocks of a row, one after the other.
+struct BlockRow {
+    int64_t type;
+    const uint8_t *from, *scales;
+
+    BlockRow(int64_t type, const void* row) : type(type), from((const uint8_t*)row), scales(nullptr) {
+        if (type != MXFP4_PAIRS) return;
+        from = ((const uint8_t* const*)row)[0];
+        scales = ((const uint8_t* const*)row)[1];
+    }
+
+    void next(Block& block) {
+        if (!scales) {
+            take_apart(type, from, block), from += block_type(type)->bytes;
+            return;
+        }
+        block.scale = half_scale(*scales++);
+        for (int i = 0; i < 32; i++) block.integer[i] = from[i / 2] >> i % 2 * 4 & 15;
+        from += 16;
+    }
+};
+
 // A row of `count` weights as floats.
 static void read_row(int64_t type, const void* row, int64_t count, float* to) {
     const uint8_t* from = (const uint8_t*)row;
@@ -180,8 +205,9 @@ static void read_row(int64_t type, const void* row, int64_t count, float* to) {
     } else {
         const BlockType& of = *block_type(type);
         Block block;
-        for (int64_t k = 0; k < count; k += of.size, from += of.bytes) {
-            take_apart(type, from, block);
+        BlockRow blocks(type, row);
+        for (int64_t k = 0; k < count; k += of.size) {
+            blocks.next(block);
             int8_t integer[256];
             if (of.codes)
                 for (int64_t i = 0; i < of.size; i++) integer[i] = of.codes[block.integer[i]];
@@ -223,10 +249,11 @@ static void pack_blocks(int64_t type, const int64_t* rows, int64_t inputs, int64
                   shared_bytes = of.shared_bytes() * PANEL, block_bytes = of.packed_bytes() * PANEL;
     Block block;
     for (int64_t j = 0; j < PANEL; j++) {
-        const uint8_t* from = (const uint8_t*)rows[j];
+        const bool is_there = rows[j] != 0;
+        BlockRow blocks(is_there ? type : F32, (const void*)rows[j]);
         uint8_t* to = panel;
         for (int64_t k = 0; k < inputs; k += of.size, to += block_bytes) {
-            if (from) take_apart(type, from, block), from += of.bytes;
+            if (is_there) blocks.next(block);
             else std::memset(&block, 0, sizeof block);
             if (!nibbles && !has_min)
                 for (int64_t i = 0; i < of.size; i++) block.integer[i] += INT8_ZERO;
@@ -310,7 +337,8 @@ static void pack_rows(const Matrix& w, int64_t type, const int64_t* rows, uint8_
                       float* scale) {
     const int64_t K = w.inputs;
     const bool grouped = w.kind > INT8_DOT;
-    const bool own = grouped && block_type(type);
+    const BlockType* of = block_type(type);  // whose form the matrix has, unless it is rounded
+    const bool own = grouped && of && of->kind == w.kind && of->scales == w.scales;
     // inputs side by side
     const int64_t together = w.kind != NIBBLES && w.kind != NIBBLES_MIN ? DOT_INPUTS
                              : w.limbs == 2                              ? PanelFormat<Nibbles<2>>::inputs

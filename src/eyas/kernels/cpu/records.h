@@ -67,6 +67,7 @@ struct Layer {
     const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
     int64_t rope;                                   // its table of angles; -1: it does not rotate
     const Experts* experts;                         // instead of gate_up and down; null: none
+    const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
     StateLayer state;                               // instead of attention
     int64_t place;                                  // among the layers with attention, or with state
     // of an expert that all tokens go through beside those of their own, times the sigmoid of
@@ -89,6 +90,7 @@ struct Shape {
     int64_t centred;     // norms subtract the mean
     int64_t parallel;    // the MLP reads what attention reads, not the sum
     HeadNorm head_norm;
+    int64_t query_table;  // queries have a table of angles of their own, after the layer's
     int64_t gated;   // what attention gathers is multiplied by the sigmoids of gates, which lie behind the queries
     int64_t stride;  // floats from one token's projections to the next one's: whole panels
 

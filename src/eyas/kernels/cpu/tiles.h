@@ -29,12 +29,12 @@
 #include "records.h"
 
 // The last step of a linear layer with output v: y = v; y += v; y = silu or gelu of v's first half *
-// second half; y = gelu(v); y = relu(v) squared. gelu by tanh.
-enum Epilogue : int64_t { STORE, ADD, SWIGLU, GEGLU, GELU, RELU2 };
+// second half; y = gelu(v); y = relu(v) squared; y = clamped_swiglu of both halves. gelu by tanh.
+enum Epilogue : int64_t { STORE, ADD, SWIGLU, GEGLU, GELU, RELU2, CLAMPED_SWIGLU };
 
 // the outputs that a panel's results fill
 static inline int panel_width(Epilogue epilogue) {
-    return epilogue == SWIGLU || epilogue == GEGLU ? LANES : PANEL;
+    return epilogue == SWIGLU || epilogue == GEGLU || epilogue == CLAMPED_SWIGLU ? LANES : PANEL;
 }
 
 struct TileInput {   // the rows of x of a tile: floats, or quantised
@@ -183,6 +183,15 @@ static inline FloatVec gelu(FloatVec x) {
     return x / (1.0f + exp_vec(-1.5957691216057308f * fma(broadcast(0.044715f), cubic, x)));
 }
 
+// gpt-oss's: at most 7 pass; (up + 1) * gate * sigmoid(1.702 * gate). NaN stays NaN.
+static inline FloatVec clamped_swiglu(FloatVec gate, FloatVec up) {
+    const FloatVec limit = broadcast(7);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return (up + 1.0f) * (gate / (1.0f + exp_vec(-1.702f * gate)));
+}
+
 static inline void apply_epilogue(FloatVec first, FloatVec second, const float* scale,
                                   const float* bias, float* y, Epilogue epilogue) {
     FloatVec a[2] = {first, second};
@@ -194,6 +203,8 @@ static inline void apply_epilogue(FloatVec first, FloatVec second, const float* 
         store(y, silu(a[0]) * a[1]);
     } else if (epilogue == GEGLU) {
         store(y, gelu(a[0]) * a[1]);
+    } else if (epilogue == CLAMPED_SWIGLU) {
+        store(y, clamped_swiglu(a[0], a[1]));
     } else if (epilogue >= GELU) {
         for (int half = 0; half < 2; half++) {
             const FloatVec zero = {}, positive = a[half] > zero ? a[half] : zero;

@@ -11,7 +11,7 @@
 set -eu
 OUT=${OUT:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
-STAGES=${STAGES:-small_model medusa hydra hydra++ eagle1-shifted eagle1-unshifted eagle1-feature eagle1-token}
+STAGES=${STAGES:-small_model medusa hydra hydra++ kangaroo glide eagle1-shifted eagle1-unshifted eagle1-feature eagle1-token}
 HEAD="--tokens ${TOKENS:-2000000} --eval-every 150"
 
 for stage in $STAGES; do
@@ -20,6 +20,7 @@ for stage in $STAGES; do
     small_model) options="--method small_model --tokens ${TOKENS:-6000000} --lr 3e-3 --warmup-steps 10 --eval-every 200" ;;
     medusa | hydra) options="--method $stage $HEAD --lr 1e-3 --objective distribution" ;;
     hydra++) options="--method hydra $HEAD --lr 1e-3 --objective distribution --head.arch prefix-mlp --head.blocks 4" ;;
+    kangaroo | glide) options="--method $stage --tokens ${TOKENS:-120000} --lr 2e-3 --warmup-steps 8 --eval-every 150" ;;
     eagle1-*) options="--method eagle1 $HEAD --lr 2e-3 --head.inputs ${stage#eagle1-}" ;; # EAGLE-1's ablation of inputs
     *) echo "unknown stage $stage" >&2; exit 2 ;;
     esac

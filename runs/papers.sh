@@ -3,12 +3,12 @@
 #
 #     make bench-heads DATA=CHATS.jsonl           once: the heads of the other methods (runs/bench_heads.sh)
 #     sh runs/papers.sh [SHARED]                  SHARED: the folder with data/eval and data/train (default: ../shared)
-#     sh runs/papers.sh SHARED chats              one of: chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six
+#     sh runs/papers.sh SHARED chats              one of: chats sampled more more_sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six
 #
 # Every bench is resumable: the same command goes on where it was interrupted. LIMIT scales them all (prompts of a task).
 set -eu
 SHARED=${1:-../shared}
-STAGES=${2:-chats sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six}
+STAGES=${2:-chats sampled more more_sampled six six_sampled spec_bench inputs nestling_heads nestling nestling_six}
 OUT=${OUT:-out/papers}
 HEADS=${HEADS:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -25,6 +25,9 @@ PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
 OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
 REST=rest:datastore=$OUT/datastore:rest.nodes=26
 ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix
+MORE=small_model:tree.choices=chain:depth=5,cascade:depth=5:cascade.tail=0,cascade:depth=2:cascade.tail=3,spectr:depth=5,kangaroo:depth=5
+MORE=$MORE,cascade:dynamic.nodes=26:dynamic.branch=4:depth=5:cascade.tail=0,glide:tree.nodes=26:tree.depth=5:tree.branch=4
+MORE_HEADS="--heads $HEADS --draft cascade=$HEADS/small_model --draft spectr=$HEADS/small_model"
 SIX=eagle:$EVAL/eagle
 CHATS=$OUT/chats.jsonl
 
@@ -50,6 +53,9 @@ for stage in $STAGES; do
     chats) bench chats --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --methods "$ALL" ;;
     sampled) bench sampled --prompts "$CHATS" --limit "${LIMIT:-40}" --max-new-tokens 64 --heads "$HEADS" --temperature 1 \
         --methods "small_model:tree.choices=chain:depth=5,$HEADED,$EAGLES" ;;
+    more) bench more --prompts "$CHATS" --limit "${LIMIT:-12}" --max-new-tokens 64 --probe 0 $MORE_HEADS --methods "$MORE" ;;
+    more_sampled) bench more_sampled --prompts "$CHATS" --limit "${LIMIT:-12}" --max-new-tokens 64 --probe 0 --temperature 1 $MORE_HEADS \
+        --methods "$MORE,small_model:depth=5:verification=block,spectr:depth=5:drafts=8,kangaroo:depth=5:confidence=0.2" ;;
     six) bench six --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --heads "$HEADS" --methods "$ALL" ;;
     six_sampled) bench six_sampled --tasks "$SIX" --limit "${LIMIT:-30}" --max-new-tokens 64 --heads "$HEADS" --temperature 1 --methods "$HEADED,$EAGLES" ;;
     spec_bench) bench spec_bench --tasks "spec_bench:$EVAL/spec_bench/question.jsonl" --limit "${LIMIT:-24}" --max-new-tokens 64 \

@@ -269,7 +269,7 @@ MUTATIONS = (
     # positions of the noise
     mutation("bonus position off by one", SLOW_DRAWN,
         rewrite(
-            "core.verify:_draw_bonus",
+            "core.verify:draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)",
         )),
@@ -341,7 +341,7 @@ MUTATIONS = (
         words=OTHER_IDS),
     mutation("another row's noise for the bonus", verified_alone(True),
         rewrite(
-            "core.verify:_draw_bonus",
+            "core.verify:draw_bonus",
             "NOISE.gumbel(POSITION[:, None], VOCAB)",
             "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
         )),
@@ -379,8 +379,8 @@ MUTATIONS = (
     mutation("a block's bonus with the noise of the root", ("core.test_verify", "test_a_block_against_a_slow_one", ()),
         rewrite(
             "core.verify:_verify_block",
-            "_draw_bonus(LEFT, POSITION + END + 1, NOISE)",
-            "_draw_bonus(LEFT, POSITION + 1, NOISE)",
+            "draw_bonus(LEFT, POSITION + END + 1, NOISE)",
+            "draw_bonus(LEFT, POSITION + 1, NOISE)",
         )),
     mutation("a block's uniform numbers by absolute position",
         ("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)),

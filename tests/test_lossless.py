@@ -85,18 +85,23 @@ OPTIONS = {
     "eagle2": TREE,
     "mtp": TREE,
     "gemma4_assistant": TREE,
+    "glide": TREE,
     "eagle3": {**TREE, "head.layers": "0,1,2"},
     "pard": TREE,
     "peagle": {**TREE, "head.layers": "0,1,2", "head.depth": 2, "head.levels": 5},
     "self_speculative": {"skip": "1,2m", "depth": 3},
     "small_model": {"depth": 3},
+    "distillspec": {"depth": 3},
+    "spectr": {"depth": 3},
+    "kangaroo": {"depth": 3, "confidence": 0.0},
+    "cascade": {"depth": 3, "cascade.tail": 2},
     "seagle": {**TREE, "head.layers": "0,1,2", "window.size": 9, "window.sink": 2},  # smaller than most prompts here
 }
 
 
 # With these options their children are sampled from q where the row is sampled: other tokens than
 # plain decoding, of the same distribution.
-DRAWN = {"eagle1", "self_speculative", "small_model"}
+DRAWN = {"distillspec", "eagle1", "kangaroo", "self_speculative", "small_model", "spectr"}
 
 
 def make(name: str, target: Target, **options: object) -> Drafter:

@@ -20,8 +20,19 @@ __all__ = ["DISTRIBUTIONS", "check", "command_of", "find_part", "part"]
 DISTRIBUTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lab": {
         "commands": ("audit", "bench", "demo", "examine", "tune"),
-        "methods": ("hydra", "lookahead", "medusa", "rest", "self_speculative"),
-        "heads": ("hydra_num_heads", "medusa_num_heads"),
+        "methods": (
+            "cascade",
+            "distillspec",
+            "glide",
+            "hydra",
+            "kangaroo",
+            "lookahead",
+            "medusa",
+            "rest",
+            "self_speculative",
+            "spectr",
+        ),
+        "heads": ("eyas_adapter", "hydra_num_heads", "medusa_num_heads"),
     },
     "gpu": {"parts": ("gpu",)},
     "ray": {"parts": ("fleet", "training", "workers")},

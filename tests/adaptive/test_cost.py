@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 GROWING = (
-    "dflash", "dflash2", "dspark", "eagle2", "eagle3", "gemma4_assistant", "hydra", "medusa", "mtp", "pard", "peagle", "seagle",
+    "dflash", "dflash2", "dspark", "eagle2", "eagle3", "gemma4_assistant", "glide", "hydra", "medusa", "mtp", "pard", "peagle", "seagle",
 )  # fmt: skip
 
 

@@ -220,5 +220,5 @@ def test_other_targets(tmp_path: Path) -> None:
     assert checkpoints.load(folder).method == drafters.find("gemma4_assistant").head_format == "gemma4_assistant"
     with pytest.raises(CheckpointError, match=r"made for another model|no layer of the target"):
         loaded(other, folder)
-    with pytest.raises(ModelError, match="no layers whose keys an assistant could read"):
+    with pytest.raises(ModelError, match="no layers whose keys a draft could read"):
         gemma4_assistant.Method.random(Target(zoo.FAMILIES["deepseek_v3"]()))

@@ -332,9 +332,10 @@ class DormantSession(DraftSession):
         if plan.continuations:
             draft = add_continuations(draft, plan.continuations)
         if plan.guided and draft.q_BNV is not None:
-            deterministic_B = torch.zeros_like(cycle_input.active_B)
-            deterministic_B[sorted(plan.guided)] = True
-            draft = replace(draft, deterministic_B=deterministic_B)
+            guided_B = torch.zeros_like(cycle_input.active_B)
+            guided_B[sorted(plan.guided)] = True
+            others_B = guided_B if draft.deterministic_B is None else draft.deterministic_B
+            draft = replace(draft, deterministic_B=guided_B | others_B)
         return limit_nodes(draft, cycle_input.draft_limits) if cycle_input.draft_limits else draft
 
     def _root(self, tokens_B: Tensor) -> Draft:

@@ -82,8 +82,8 @@ def add_continuations(draft: Draft, continuations: Mapping[int, Sequence[Continu
     5, 9, ... nodes, so that few shapes occur."""
     if draft.tree.nodes == 1:
         draft = replace(draft, log_q_BN=torch.zeros_like(draft.tokens_BN, dtype=torch.float))
-    merged = merge(draft, _draft_of(continuations, draft.tokens_BN[:, 0]))
-    return replace(merged, q_BNV=draft.q_BNV, block_verification=draft.block_verification)
+    both = merge(draft, _draft_of(continuations, draft.tokens_BN[:, 0]))
+    return replace(draft, tree=both.tree, tokens_BN=both.tokens_BN, log_q_BN=both.log_q_BN, value_BN=None, drafted=None)
 
 
 def _draft_of(continuations: Mapping[int, Sequence[Continuation]], root_tokens_B: Tensor) -> Draft:

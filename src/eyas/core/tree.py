@@ -145,9 +145,8 @@ class Draft:
     accepted. Dynamic trees only."""
     drafted: FullDraft | None = None
     """All nodes that were drafted; a dynamic tree keeps the nodes of the highest values."""
-    deterministic_B: Tensor | None = None
-    """bool; with `q_BNV`: rows that are verified as deterministic trees, although the children in
-    other rows were sampled. None: greedy rows only."""
+    deterministic_B: Tensor | None = None  # bool; with `q_BNV`: rows verified as deterministic trees; None: greedy ones
+    rule: Callable[..., tuple[Tensor, Tensor]] | None = None  # the method's own for sampled rows (`core.verify`)
 
 
 @dataclass(frozen=True)

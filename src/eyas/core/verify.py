@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from eyas.core.sampling import GumbelNoise
 from eyas.core.tree import Draft, Tree, Verdict
 
-__all__ = ["Rule", "verify"]
+__all__ = ["Rule", "draw_bonus", "verify"]
 
 
 class Rule:
@@ -123,7 +123,7 @@ def _verify_sampled(
     nodes, sampled = draft.tree.nodes, q_BNV.shape[1]
     if sampled < nodes:
         draft = replace(draft, tree=draft.tree.first_nodes(sampled), tokens_BN=draft.tokens_BN[:, :sampled])
-    verify_draft = _verify_block if draft.block_verification else _verify_by_rejection
+    verify_draft = draft.rule or (_verify_block if draft.block_verification else _verify_by_rejection)
     accepted_BN, bonus_B = verify_draft(draft, q_BNV, scores_BNV[:, :sampled], position_B, noise)
     return pad(accepted_BN, (0, nodes - sampled)), bonus_B
 
@@ -162,7 +162,7 @@ def _verify_by_rejection(
         bonus_position_B = torch.where(ended_B, bonus_position_B, bonus_position_B + 1)
         node_B = torch.where(ended_B, node_B, next_B)
         accepted_BN = accepted_BN.scatter(1, node_B[:, None], True)
-    return accepted_BN, _draw_bonus(bonus_BV, bonus_position_B, noise)
+    return accepted_BN, draw_bonus(bonus_BV, bonus_position_B, noise)
 
 
 def _verify_block(
@@ -205,10 +205,10 @@ def _verify_block(
         w_B = torch.where(next_exists_B, w_next_B, w_B)
         exists_B = next_exists_B
     accepted_BN = order_N <= length_B[:, None]
-    return accepted_BN, _draw_bonus(bonus_BV, position_B + length_B + 1, noise)
+    return accepted_BN, draw_bonus(bonus_BV, position_B + length_B + 1, noise)
 
 
-def _draw_bonus(weights_BV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Tensor:
+def draw_bonus(weights_BV: Tensor, position_B: Tensor, noise: GumbelNoise) -> Tensor:
     """Return a token of each row, drawn in proportion to the weights with the noise of its position."""
     gumbel_BV = noise.gumbel(position_B[:, None], weights_BV.shape[-1])[:, 0]
     return (weights_BV.log() + gumbel_BV).argmax(-1)

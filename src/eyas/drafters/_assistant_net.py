@@ -123,7 +123,7 @@ def source_layers(target: Target) -> dict[str, int]:
     """Return, for each kind of attention, the target's last layer of that kind with keys and values of its own."""
     if is_tensor_parallel(target.model):
         why = "processes share the target's layers, and each has the keys of its own heads only"
-        raise ModelError(f"{why}: choose another method than gemma4_assistant")
+        raise ModelError(f"{why}: choose a method that does not read the target's keys")
     config: Any = target.model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [FULL] * len(target.layout)
     layers = {
@@ -133,7 +133,7 @@ def source_layers(target: Target) -> dict[str, int]:
     }
     if not layers:
         raise ModelError(
-            f"a {target.family.model_type} has no layers whose keys an assistant could read: choose another method"
+            f"a {target.family.model_type} has no layers whose keys a draft could read: choose another method"
         )
     return layers
 

@@ -437,8 +437,12 @@ class EagleSession(DraftSession):
         hidden, embeddings = self._inputs(ids_BN, hidden_BND)
         position_BN = begin_B1 + offset_BN
         if self.drafter.compiled is None:
-            return self.net(hidden, embeddings, position_BN, self.cache)
+            return self.run_net(hidden, embeddings, position_BN)
         return self.drafter.compiled(self.net, hidden, embeddings, position_BN, self.cache.compiled_layer_view())
+
+    def run_net(self, hidden: Tensor, embeddings: Tensor, position_BN: Tensor) -> Tensor:
+        """Run the net over pairs whose slots and mask the cache knows."""
+        return self.net(hidden, embeddings, position_BN, self.cache)
 
     def _inputs(self, ids_RN: Tensor, hidden_RND: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_RND, self._cast(self.drafter.embed(ids_RN))

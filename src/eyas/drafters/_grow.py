@@ -449,15 +449,16 @@ def grow_static(
     Args:
         noise: for rows that sample. "sampled": the children are sampled from q without replacement,
             as the tokens with the largest log q + Gumbel noise of the draft's own stream (Kool, van Hoof,
-            Welling 2019). Siblings stay in draw order, and the draft has q_BNV. "coupled": the children are the
-            tokens with the largest log q + the noise with which the target samples.
+            Welling 2019). Siblings stay in draw order, and the draft has q_BNV. "independent": each child is drawn
+            by itself, so siblings may be equal; each node of a level has the same number of children. "coupled": the
+            children are the tokens with the largest log q + the noise with which the target samples.
         block_verification: the tree is a chain; if its tokens are samples, block verification applies
             (`core.verify`).
     """
     B, device = cycle_input.tokens_B.shape[0], cycle_input.tokens_B.device
     static = _Static.from_choices(choices, device)
     shape, N = static.tree.for_rows(B), static.tree.nodes
-    sampled = noise == "sampled" and not cycle_input.noise.all_greedy
+    sampled = noise in ("sampled", "independent") and not cycle_input.noise.all_greedy
     coupled = noise == "coupled" and not cycle_input.noise.all_greedy
     tokens_BN = torch.zeros(B, N, dtype=torch.long, device=device)
     tokens_BN[:, 0] = cycle_input.tokens_B
@@ -492,6 +493,14 @@ def grow_static(
             place_BQ = cycle_input.position_B[:, None] * N + inner_Q  # one noise key for each node of each cycle
             key_BQV = key_BQV + cycle_input.noise.gumbel(place_BQ, vocab, GumbelNoise.DRAFT)
         key_BQK, token_BQK = key_BQV.topk(level.width)
+        if sampled and noise == "independent":
+            place_BM = cycle_input.position_B[:, None] * N + level.child_M  # one noise key for each child
+            gumbel_BMV = cycle_input.noise.gumbel(place_BM, vocab, GumbelNoise.DRAFT)
+            drawn_BQK = (q_BQV.log()[:, :, None] + gumbel_BMV.reshape(B, -1, level.width, vocab)).max(-1)
+            greedy_B11 = cycle_input.noise.greedy_B[:, None, None]
+            key_BQK, token_BQK = (
+                torch.where(greedy_B11, *pair) for pair in zip((key_BQK, token_BQK), drawn_BQK, strict=True)
+            )
         log_q_BQK = _log_q(scores_BQV).gather(-1, token_BQK)
         tokens_BN[:, level.child_M] = token_BQK.flatten(1)[:, level.flat_M]
         log_q_BN[:, level.child_M] = log_q_BQK.flatten(1)[:, level.flat_M]

@@ -21,6 +21,7 @@ count, R documents, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -343,20 +344,32 @@ class LanguageModelSession(DraftSession):
     def net_steps(self, cycle_input: CycleInput) -> DraftNetSteps:
         """Return the functions that grow the tree. The pending tokens are read at once; then levels can be expanded.
         The hidden of a node are its logits."""
-        root_BV = self._forward_pending(cycle_input)
-        depths: list[int] = []
+        root_BV, read = self._forward_pending(cycle_input), self.node_reader(cycle_input)
 
         def expand(tokens_BQ: Tensor, parent_BQV: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
-            depths.extend([level] * tokens_BQ.shape[1])
             confident_BQ = self._confident(tokens_BQ, parent_BQV)
             if confident_BQ is not None and not confident_BQ.any():
                 return torch.full_like(parent_BQV, -torch.inf)
-            depth_BT = torch.tensor(depths, device=tokens_BQ.device).expand(self.rows, -1)
-            output = self.model.extend(self._known_ids(tokens_BQ), depth_BT, visible_BQT, cycle_input.active_rows)
-            logits_BQV = self._target_logits(output.logits_BNV)
+            logits_BQV = read(tokens_BQ, visible_BQT, level)
             return logits_BQV if confident_BQ is None else logits_BQV.masked_fill(~confident_BQ[..., None], -torch.inf)
 
         return DraftNetSteps(lambda: root_BV, lambda logits: logits, expand)
+
+    def node_reader(self, cycle_input: CycleInput) -> Callable[[Tensor, Tensor, int], Tensor]:
+        """Return the function (tokens_BQ, visible_BQT, level) -> logits [B, Q, V] that reads the nodes of a level."""
+        depths: list[int] = []
+
+        def read(tokens_BQ: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
+            depths.extend([level] * tokens_BQ.shape[1])
+            depth_BT = torch.tensor(depths, device=tokens_BQ.device).expand(self.rows, -1)
+            return self.extend(tokens_BQ, depth_BT, visible_BQT, cycle_input)
+
+        return read
+
+    def extend(self, tokens_BQ: Tensor, depth_BT: Tensor, visible_BQT: Tensor, cycle_input: CycleInput) -> Tensor:
+        """Run the model over new nodes (`TargetSession.extend`); returns their logits [B, Q, V]."""
+        output = self.model.extend(self._known_ids(tokens_BQ), depth_BT, visible_BQT, cycle_input.active_rows)
+        return self._target_logits(output.logits_BNV)
 
     def _forward_pending(self, cycle_input: CycleInput) -> Tensor:
         """Read the pending tokens, padded to the longest path so that shapes do not depend on

@@ -189,7 +189,7 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
     try:
         writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
         with _alone_is_fine():
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=group.size == 1)
+            dcp.save(_apart(tensors), storage_writer=writer, no_dist=group.size == 1)
     except dcp.api.CheckpointException as error:  # no Exception
         cause, _ = next(iter(error.failures.values()))
         with write_errors(path):
@@ -210,6 +210,17 @@ def save_state(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Te
             for one in former:
                 shutil.rmtree(one)
     group.gather(None)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, with copies in place of those that share the memory of others (tied weights), which the writer
+    refuses."""
+    found, places = dict[str, Tensor](), set[int]()
+    for name, value in tensors.items():
+        own: Any = value.to_local() if hasattr(value, "to_local") else value
+        found[name] = value.clone() if own.data_ptr() in places else value
+        places.add(own.data_ptr())
+    return found
 
 
 @contextmanager

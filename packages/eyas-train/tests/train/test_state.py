@@ -23,7 +23,7 @@ from eyas.locks import locked_output
 from eyas_train.data import Batches
 from eyas_train.dist import SingleProcess
 from eyas_train.log import TrainLog, read_log
-from eyas_train.state import load_values, saved_states
+from eyas_train.state import load_tensors, load_values, save_state, saved_states, whole_tensors
 from train import toy
 from train.states import REMOVED, change_values, copy_state, read_state
 
@@ -53,6 +53,17 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b)
+
+
+def test_tied_weights_are_saved(tmp_path: Path) -> None:
+    """Guards small models, whose lm_head is their table of embeddings: the writer refused two names of one tensor."""
+    table, group = torch.arange(6.0).view(2, 3), SingleProcess()
+    saved = {"a": table, "b": table, "c": table + 1}
+    save_state(tmp_path, {"step": 1, "evaluated_step": 0}, saved, group)
+    path = saved_states(tmp_path)[-1]
+    found = whole_tensors(path)
+    load_tensors(path, found, group)
+    assert is_same(found, saved)
 
 
 @pytest.mark.slow

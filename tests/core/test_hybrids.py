@@ -8,6 +8,7 @@ target. Prompts are read in one piece there, and here in chunks too.
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import cache
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 import eyas
 import zoo
-from eyas import drafters
+from eyas import drafters, kernels
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
@@ -28,23 +29,31 @@ from eyas.errors import ModelError
 from eyas.targets.recurrent import state_modules
 from eyas.targets.state_modules import Level, tree_levels
 from reference import Oracle, plain_decode, run
+from runners import test_cpu
 from test_lossless import DRAWN, SAMPLINGS, make
 
 NEW = 14
 GREEDY = Sampling()
 # convolution only, delta net, both in one layer, Mamba 1, Mamba 2 alone
 QUICK = {"lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2"}
-FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in zoo.HYBRIDS]
+BY_KERNELS = (
+    {f"{name} by kernels": name for name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")} if kernels.available() else {}
+)
+FAMILIES = [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in (*zoo.HYBRIDS, *BY_KERNELS)]
 Answered = tuple[tuple[Request, tuple[int, ...]], ...]
 
 
 @cache
 def model(family: str) -> PreTrainedModel:
+    if family in BY_KERNELS:
+        return test_cpu.model(BY_KERNELS[family])
     return zoo.HYBRIDS[family]()
 
 
 @cache
 def target(family: str) -> Target:
+    if family in BY_KERNELS:
+        return test_cpu.with_cpu_kernels(BY_KERNELS[family])
     return Target(model(family))
 
 
@@ -101,6 +110,7 @@ METHODS = [
         for name in drafters.names()
     ),
     *(pytest.param(name, "qwen3_next", marks=pytest.mark.slow) for name in SOME),
+    *(pytest.param(name, family, marks=pytest.mark.slow) for name in (*SOME, "eagle3", "mtp") for family in BY_KERNELS),
 ]
 
 
@@ -160,7 +170,8 @@ def decoded(decoder: Decoder, request: Request) -> tuple[tuple[int, ...], int]:
 
 
 KEPT = [
-    pytest.param(f, marks=[] if f in ("lfm2", "jamba") else pytest.mark.slow) for f in ("lfm2", "jamba", "qwen3_next")
+    pytest.param(f, marks=[] if f in ("lfm2", "jamba", "qwen3_5_text by kernels") else pytest.mark.slow)
+    for f in ("lfm2", "jamba", "qwen3_next", *BY_KERNELS)
 ]
 
 
@@ -222,7 +233,14 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("suffix", "lfm2"), ("suffix", "jamba"), ("eagle2", "jamba"), ("eagle2", "qwen3_next"), ("small_model", "lfm2")],
+    [
+        ("suffix", "lfm2"),
+        ("suffix", "jamba"),
+        ("eagle2", "jamba"),
+        ("eagle2", "qwen3_next"),
+        ("small_model", "lfm2"),
+        *itertools.product(("suffix", "eagle2", "small_model"), BY_KERNELS),
+    ],
 )
 def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
     """Requests come at random moments, share prefixes with texts that are kept or in flight, and

@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3_5Config
 
 import eyas
 import zoo
 from eyas import kernels
 from eyas.cli import run
+from eyas.core.target import Target
 from eyas.errors import FitError, ModelError
 from eyas.kernels import Rows
 from eyas.runners import _packing, cpu, plug_target
@@ -92,7 +93,7 @@ def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
-    more = MOE if "moe" in family else {}
+    more = MOE if "moe" in family or family == "qwen3_next" else {}
     eager = family in ("gemma2", "gpt_oss")
     place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=eager, **more)
     llm, plain = load(place), load(place, kernels="off", dtype="float32")
@@ -106,6 +107,38 @@ def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> N
     with torch.inference_mode():
         own = llm.target.model(torch.tensor([PROMPT])).logits[0, -1]
     torch.testing.assert_close(own, scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_model_of_a_checkpoint_with_images(tmp_path: Path) -> None:
+    """Guards Qwen3.5 as it is published: its text model alone, by names within the whole model, as transformers loads it."""
+    text = zoo.tiny("qwen3_5_text", **SIZES).config.to_dict()
+    images = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": SIZES["hidden_size"],
+    }
+    model = AutoModelForImageTextToText.from_config(Qwen3_5Config(text_config=text, vision_config=images))
+    zoo._initialise(model, 0)
+    model.save_pretrained(tmp_path / "whole", max_shard_size="100KB")
+    llm, plain = load(tmp_path / "whole"), load(tmp_path / "whole", kernels="off")
+    assert llm.target.runner.name == "kernels"
+    assert stored_in(llm.target.model) is not None
+    assert type(llm.target.model) is type(plain.target.model)
+    torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """Guards Qwen3.5 with experts as it is published: a tensor of all experts, which transformers writes apart."""
+    model = zoo.tiny("qwen3_5_moe_text", **SIZES, **MOE, shared_expert_intermediate_size=64)
+    model.config.save_pretrained(tmp_path)
+    weights = {name.replace("model.", "model.language_model."): x for name, x in model.state_dict().items()}
+    assert any(name.endswith(".experts.gate_up_proj") for name in weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm = load(tmp_path)
+    assert stored_in(llm.target.model) is not None
+    torch.testing.assert_close(scores(llm, PROMPT), Target(model).open(1).prefill(0, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_a_gguf_file_keeps_its_own_numbers(tmp_path: Path) -> None:

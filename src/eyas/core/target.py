@@ -81,6 +81,7 @@ class ForwardInput:
     last_only: bool  # only the logits of the last node are needed
     prompt: bool = False  # the nodes are a chunk of a prompt; as its length varies, it is not recorded
     counts: tuple[int, ...] = ()  # `Tree.counts` of the R rows; the output of other nodes may hold anything
+    states: tuple[TargetState, ...] = ()  # what the session's rows hold beyond keys and values
 
 
 class Runner(Protocol):
@@ -531,7 +532,7 @@ class TargetSession:
             position_RQ = position_RQ.clamp(max=target.context - 1)
         inputs = ForwardInput(
             target, tokens_RQ, position_RQ, length_R, depth_RT, visible_RQT, self.cache, rows, self.cache.width, self.feature_layers,
-            last_only, prompt, counts,
+            last_only, prompt, counts, self.states,
         )  # fmt: skip
         with target.turn, ExitStack() as stack:
             for state in self.states:
@@ -575,8 +576,7 @@ class TargetSession:
         assert length <= self.lengths[row]
         for state in self.states:
             state.truncate(row, length, self.length_B)
-        self.length_B[row] = length
-        self.lengths[row] = length
+        self.length_B[row] = self.lengths[row] = length
 
     @torch.inference_mode()
     def copy(self, source: int, row: int, length: int) -> None:
@@ -586,8 +586,7 @@ class TargetSession:
         for state in self.states:
             state.copy(source, row, length, self.length_B)
         self.cache.copy(source, row, length)
-        self.length_B[row] = length
-        self.lengths[row] = length
+        self.length_B[row] = self.lengths[row] = length
 
     def clear(self, row: int) -> None:
         """Empty a row whose keys and values may be NaN."""

@@ -8,6 +8,7 @@ from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from itertools import count as numbers_from
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
 from eyas.kernels._records import KINDS, address, floats
 
-__all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass"]
+__all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass", "StateLayer", "States"]
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
@@ -41,6 +42,7 @@ class LayerSizes:
         parallel: attention and MLP read the same input.
         head_norm: where queries and keys are normed, one of HEAD_NORMS.
         query_table: queries have a table of angles of their own, after the layer's.
+        gated: the output of attention is multiplied by the sigmoids of gates, which follow the queries in `qkv`.
     """
 
     hidden: int
@@ -58,13 +60,20 @@ class LayerSizes:
     parallel: bool = False
     head_norm: str = "before"
     query_table: bool = False
+    gated: bool = False
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the projections of attention for a token: whole panels."""
+        width = (self.heads * (2 if self.gated else 1) + 2 * self.kv_heads) * self.head_dim
+        return width + -width % (2 * lanes())
 
     @property
     def record(self) -> _records.LayerSizes:
         return _records.LayerSizes(
             self.hidden, self.heads, self.kv_heads, self.head_dim, self.inner, self.eps, self.scale, self.softcap,
             self.residual, self.rotary or self.head_dim, ACTIVATIONS[self.activation], self.centred, self.parallel,
-            HEAD_NORMS.index(self.head_norm), self.query_table,
+            HEAD_NORMS.index(self.head_norm), self.query_table, self.gated, self.projected,
         )  # fmt: skip
 
 
@@ -93,6 +102,47 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class StateLayer:
+    """A gated delta net between its projections, whose outputs are [q, k, v, z, b, a]. With `value_heads` 0 a short
+    convolution alone, of [B, C, x].
+
+    Attributes:
+        conv_tC: weights of the convolution, the oldest input first.
+        rate_H: of each value head; the decay is exp(rate * softplus(a + step_bias)).
+        norm_v: weight of the norm of outputs.
+    """
+
+    conv_tC: Tensor
+    conv_bias_C: Tensor | None = None
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    rate_H: Tensor | None = None
+    step_bias_H: Tensor | None = None
+    norm_v: Tensor | None = None
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state: the inputs that the convolution reads again, and a matrix for each value head."""
+        taps, channels = self.conv_tC.shape
+        return (taps - 1) * channels + self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def node_size(self) -> int:
+        """Numbers of an uncommitted node's record."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * (self.value_dim + 1)
+        return int(self.conv_tC.shape[1]) + keys + values
+
+    @property
+    def record(self) -> _records.StateLayer:
+        taps, channels = self.conv_tC.shape
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, channels, taps
+        tensors = self.conv_tC, self.conv_bias_C, self.rate_H, self.step_bias_H, self.norm_v
+        return _records.StateLayer(*sizes, *map(address, tensors))
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer's weights.
 
@@ -105,6 +155,9 @@ class Layer:
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
         experts: instead of `gate_up` and `down`.
         sinks: [heads]; each adds a score to the sum of its head's softmax, and no value.
+        state: instead of attention; `qkv` and `o` are then its projections.
+        shared: the two matrices of an expert that all tokens go through, as in `gate_up` and `down`.
+        shared_gate_D: its output is multiplied by the sigmoid of the product with the layer's input.
     """
 
     qkv: Matrix
@@ -125,11 +178,15 @@ class Layer:
     rope: int = 0
     experts: Experts | None = None
     sinks: Tensor | None = None
+    state: StateLayer | None = None
+    shared: tuple[Matrix, Matrix] | None = None
+    shared_gate_D: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All of them, without experts."""
-        return tuple(m for m in (self.qkv, self.k, self.v, self.o, self.gate_up, self.down) if m is not None)
+        """All of them, without experts that tokens choose."""
+        own = (self.qkv, self.k, self.v, self.o, self.gate_up, self.down)
+        return tuple(m for m in (*own, *(self.shared or ())) if m is not None)
 
     @property
     def record(self) -> _records.Layer:
@@ -138,7 +195,32 @@ class Layer:
         records = (_records.Matrix() if m is None else m.record for m in matrices)
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
-        return _records.Layer(*records, *norms, self.window, *more, self.rope, experts, address(self.sinks))
+        state = _records.StateLayer() if self.state is None else self.state.record
+        made = _records.Layer(*records, *norms, self.window, *more, self.rope, experts, address(self.sinks), state)
+        if self.shared is not None:
+            made.shared_gate_up, made.shared_down = (matrix.record for matrix in self.shared)
+            made.shared_gate = address(self.shared_gate_D)
+        return made
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of a session's rows in the layers that have them, as cpu/states.h describes them. The state of a row is
+    the one after its committed tokens, but for those on its path that are pending."""
+
+    state_BLS: Tensor
+    node_BLTX: Tensor
+    """Records of uncommitted nodes."""
+    path_BP: Tensor
+    """int64: nodes that were accepted."""
+    pending_B: Tensor
+    """int64: how many of these the state lacks; the next pass adds them, and sets 0."""
+
+    def record(self, rows: Tensor, commits: bool) -> _records.States:
+        strides = (*self.state_BLS.stride()[:2], *self.node_BLTX.stride()[:3], self.path_BP.shape[1])
+        integers = (self.path_BP, self.pending_B, rows)
+        numbers = (address(x, torch.long) for x in integers)
+        return _records.States(address(self.state_BLS), address(self.node_BLTX), *numbers, *strides, commits)
 
 
 @dataclass(frozen=True)
@@ -163,6 +245,10 @@ class Pass:
     """The R rows of the cache that this pass reads and writes."""
     counts: Sequence[int] = ()
     """How many of its Q new nodes each row has; x holds these alone, row after row. (): all."""
+    states: States | None = None
+    """Of the cache's rows, if layers have states."""
+    prompt: bool = False
+    """The new nodes are a chunk of a prompt; layers with states commit them."""
 
 
 class Layers:
@@ -173,7 +259,12 @@ class Layers:
         self.layers = tuple(layers)
         self.threads = threads
         self._shape = shape.record
+        self._shape.stride = max([shape.projected, *(layer.qkv.padded for layer in layers)])
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
+        self.states = [layer.state for layer in layers if layer.state is not None]
+        places = numbers_from(), numbers_from()
+        for record, layer in zip(self._records, layers, strict=True):
+            record.place = next(places[layer.state is not None])
         self._experts = [layer.experts for layer in layers if layer.experts is not None]
         self._buffers: dict[str, Tensor] = {}
         self._addresses: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by tokens, threads, score stride
@@ -194,10 +285,12 @@ class Layers:
         """
         with self.lock:
             record, cache, kept = self._prepare(forward)
+            rows, states = _integers(list(forward.rows)), forward.states
             library().eyas_layers(
                 self._records,
                 c_int64(len(self.layers)),
                 *map(byref, (self._shape, record, cache)),
+                None if states is None else byref(states.record(rows, forward.prompt)),
                 c_void_p(address(x_MD)),
                 (c_int64 * max(1, len(tapped)))(*tapped),
                 c_int64(len(tapped)),
@@ -239,11 +332,10 @@ class Layers:
         """Return the addresses of the buffers for a pass over M tokens, which grow as needed."""
         if (M, threads, score_stride) not in self._addresses:
             size = self.shape
-            width = (size.heads + 2 * size.kv_heads) * size.head_dim
             counts = {
                 "normed": max(M, threads * min(M, SMALL_BATCH)) * size.hidden,
-                "qkv": M * (width + -width % (2 * lanes())),
-                "context": M * size.heads * size.head_dim,
+                "qkv": M * self._shape.stride,
+                "context": M * max(layer.o.inputs for layer in self.layers),
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,
                 "branch": M * size.hidden,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "KINDS", "Experts", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "TreeOptions",
+    "KINDS", "Experts", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "StateLayer", "States", "TreeOptions",
     "address", "flags", "floats", "longs",
 ]  # fmt: skip
 
@@ -52,6 +52,13 @@ class Matrix(ctypes.Structure):
     )
 
 
+class StateLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "channels", "taps")),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "rate", "step_bias", "norm")),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
@@ -60,6 +67,11 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("norm_bias", "mlp_norm_bias", "attention_norm", "output_norm")),
         ("rope", c_int64),
         *((name, c_void_p) for name in ("experts", "sinks")),
+        ("state", StateLayer),
+        ("place", c_int64),
+        ("shared_gate_up", Matrix),
+        ("shared_down", Matrix),
+        ("shared_gate", c_void_p),
     )
 
 
@@ -77,6 +89,7 @@ class LayerSizes(ctypes.Structure):
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "residual")),
         *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm", "query_table")),
+        *((name, c_int64) for name in ("gated", "stride")),
     )
 
 
@@ -86,6 +99,14 @@ class KVCache(ctypes.Structure):
         ("values", c_void_p),
         ("row", c_void_p),
         *((name, c_int64) for name in ("layer", "head", "slot", "type")),
+    )
+
+
+class States(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("state", "nodes", "path", "pending", "row")),
+        *((name, c_int64) for name in ("state_row", "state_layer", "node_row", "node_layer", "node", "longest_path")),
+        ("commits", c_int64),
     )
 
 

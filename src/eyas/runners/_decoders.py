@@ -41,6 +41,9 @@ class Decoder:
         plus_one: norms multiply by 1 + weight.
         parallel: attention and MLP read the same input.
         interleaved: RoPE rotates neighbours, not halves.
+        gated: q_proj also has a gate for each query. The output of attention is multiplied by the gates' sigmoids.
+        state: name of the module that some layers have instead of attention; "": there is none.
+        activation: of an MLP that has no module for it.
         rotates: whether a layer with this attention rotates queries and keys.
         half_angles: the rotary module gives each angle once.
         scales_queries: by positions, as in Llama 4; all of a head is rotated.
@@ -50,12 +53,16 @@ class Decoder:
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     head_norm: str = "before"
     output: str = "o_proj"
+    mlp_name: str = "mlp"
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    activation: str = ""
     final_norm: str = "norm"
     centred: bool = False
     plus_one: bool = False
     parallel: bool = False
     interleaved: bool = False
+    gated: bool = False
+    state: str = ""
     rotates: Callable[[Any], bool] = lambda attention: True
     half_angles: bool = False
     scales_queries: bool = False
@@ -83,6 +90,10 @@ FAMILIES = {
     "gpt_oss": Decoder(half_angles=True),
     "helium": Decoder(interleaved=True),
     "hunyuan_v1_dense": Decoder(head_norms=("query_layernorm", "key_layernorm"), head_norm="after"),
+    "lfm2": Decoder(
+        ("operator_norm", "", "ffn_norm", ""), head_norms=("q_layernorm", "k_layernorm"), output="out_proj", mlp_name="feed_forward",
+        mlp=("w1", "w3", "w2"), activation="silu", final_norm="embedding_norm", state="conv",
+    ),
     "ministral3": Decoder(scales_queries=True),
     "nemotron": Decoder(mlp=("up_proj", "down_proj"), centred=True, plus_one=True),
     "olmo2": Decoder(OLMO, head_norm="whole"),
@@ -92,11 +103,15 @@ FAMILIES = {
         ONE_NORM, output="dense", mlp=("fc1", "fc2"), final_norm="final_layernorm", centred=True, parallel=True
     ),
     "phi3": Decoder(mlp=FUSED),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), Decoder(plus_one=True, gated=True, state="linear_attn")
+    ),
     "smollm3": Decoder(rotates=lambda attention: bool(attention.use_rope)),
     "stablelm": Decoder(centred=True),
     "starcoder2": Decoder(mlp=("c_fc", "c_proj"), centred=True),
 }  # fmt: skip
 
+MAX_TAPS = 8  # of a convolution, as in kernels/cpu/states.h
 # kinds of RoPE whose frequencies do not change within the target's context (core/families.py)
 ROPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 ACTIVATIONS = {
@@ -107,10 +122,10 @@ CLAMP = (1.702, 7.0)  # of gpt-oss
 
 
 class Part(NamedTuple):
-    """Some rows of a linear layer."""
+    """Some rows of a linear layer, or all in another order."""
 
     module: Any
-    rows: slice = slice(None)
+    rows: slice | Tensor = slice(None)
 
     @property
     def bias(self) -> Tensor | None:
@@ -118,7 +133,9 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(range(self.module.out_features)[self.rows]), self.module.in_features
+        rows = self.rows
+        count = len(rows) if isinstance(rows, Tensor) else len(range(self.module.out_features)[rows])
+        return count, self.module.in_features
 
     def packed_rows(self, pack: Packing) -> kernels.Rows:
         return pack.rows(self.module).take(self.rows)
@@ -195,12 +212,87 @@ class Expert(NamedTuple):
     down_bias: Tensor | None = None
 
 
-class Parts(NamedTuple):
-    """The modules of a layer. An MLP without gates has no `gate`, and one with experts is a `mixture`."""
+class State(NamedTuple):
+    """The modules of a gated delta net, or of a short convolution.
 
-    q: Part
-    k: Part
-    v: Part
+    Attributes:
+        inputs: the linear layers that read its input, in the order of `kernels.StateLayer`.
+        gated_norm: of its outputs; None for a convolution.
+    """
+
+    module: Any
+    inputs: tuple[Part, ...]
+    conv: Any
+    gated_norm: Any
+
+    @classmethod
+    def of(cls, module: Any) -> State:
+        if hasattr(module, "in_proj"):
+            return cls(module, (Part(module.in_proj),), module.conv, None)
+        if hasattr(module, "in_proj_qkvz"):
+            heads, group = module.num_k_heads, module.num_v_heads // module.num_k_heads
+            keys, values = module.head_k_dim, group * module.head_v_dim
+            qkvz = Part(module.in_proj_qkvz, _by_kind(heads, (keys, keys, values, values)))
+            return cls(
+                module, (qkvz, Part(module.in_proj_ba, _by_kind(heads, (group, group)))), module.conv1d, module.norm
+            )
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return cls(module, tuple(Part(getattr(module, name)) for name in names), module.conv1d, module.norm)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The numbers of heads of keys and of values, and their widths; zeros for a convolution."""
+        one = self.module
+        if self.gated_norm is None:
+            return 0, 0, 0, 0
+        return one.num_k_heads, one.num_v_heads, one.head_k_dim, one.head_v_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution."""
+        key_heads, value_heads, key_dim, value_dim = self.sizes
+        return 2 * key_heads * key_dim + value_heads * value_dim or self.conv.in_channels
+
+    @property
+    def width(self) -> int:
+        """The inputs of the output projection."""
+        _, value_heads, _, value_dim = self.sizes
+        return value_heads * value_dim or self.conv.in_channels
+
+    def fault(self, size: LayerSizes) -> str:
+        """Return the description of a part that has other sizes; "" for none."""
+        key_heads, value_heads, key_dim, value_dim = self.sizes
+        projected = self.channels + self.width + 2 * value_heads if value_heads else 3 * size.hidden
+        faults = [_weight_fault(part, (part.shape[0], size.hidden)) for part in self.inputs]
+        if sum(part.shape[0] for part in self.inputs) != projected:
+            faults.append(f"a state's input projections do not have {projected} rows")
+        if not _is_causal_conv(self.conv, self.channels):
+            faults.append(one_line(self.conv, 120))
+        if value_heads:
+            faults.append(_norm_fault(self.gated_norm, (value_dim,), size.eps))
+            vectors = (self.module.dt_bias, self.module.A_log)
+            fits = all(x.shape == (value_heads,) and x.dtype == torch.float32 for x in vectors)
+            odd = key_dim % 32 or value_dim % 32 or value_heads % key_heads or self.module.activation != "silu"
+            faults.append("" if fits and not odd else f"heads of {key_dim} and {value_dim}, no multiples of 32")
+        return next(filter(None, faults), "")
+
+
+class Shared(NamedTuple):
+    """The modules of an expert that all tokens go through, times the sigmoid of `router`."""
+
+    gate: Part
+    up: Part
+    down: Part
+    router: Part
+
+
+class Parts(NamedTuple):
+    """The modules of a layer. An MLP without gates has no `gate`, and one with experts is a `mixture`. A layer with a
+    `state` has no attention, and `o` is the last projection of its state's module."""
+
+    q: Part | None
+    k: Part | None
+    v: Part | None
     o: Part
     gate: Part | None
     up: Part | None
@@ -209,10 +301,13 @@ class Parts(NamedTuple):
     norms: tuple[Any, ...]  # four, as in `Decoder.norms`; None for no norm
     head_norms: tuple[Any, Any]
     sinks: Any  # None: attention has none
+    shared: Shared | None
+    state: State | None = None
 
     @property
     def linears(self) -> list[Part]:
-        return [part for part in self[:7] if part is not None]
+        of_state = () if self.state is None else self.state.inputs
+        return [part for part in (*self[:7], *(self.shared or ()), *of_state) if part is not None]
 
     @property
     def inner(self) -> int:
@@ -222,6 +317,11 @@ class Parts(NamedTuple):
         assert self.up is not None
         return self.up.shape[0]
 
+    @property
+    def widest(self) -> int:
+        """The width of the widest MLP of the layer."""
+        return self.inner if self.shared is None else max(self.inner, self.shared.up.shape[0])
+
 
 def _decoder(target: Target) -> Decoder:
     return FAMILIES[target.family.model_type]
@@ -229,20 +329,29 @@ def _decoder(target: Target) -> Decoder:
 
 def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     """Return the modules of a layer. Raise AttributeError where one is missing."""
-    attention, mlp = layer.self_attn, layer.mlp
+    mlp = getattr(layer, decoder.mlp_name)
+    router = "gate" if hasattr(mlp, "gate") else "router"
+    mixture = Mixture(getattr(mlp, router), mlp.experts) if hasattr(mlp, "experts") else None
+    gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
+    shared = None
+    if hasattr(mlp, "shared_expert"):
+        one = mlp.shared_expert
+        shared = Shared(*map(Part, (one.gate_proj, one.up_proj, one.down_proj, mlp.shared_expert_gate)))
+    norms = tuple(getattr(layer, name) if name else None for name in decoder.norms)
+    if hasattr(layer, decoder.state):
+        state = State.of(getattr(layer, decoder.state))
+        output = Part(state.module.out_proj)
+        return Parts(None, None, None, output, gate, up, down, mixture, norms, (None, None), None, shared, state)
+    attention = layer.self_attn
     if hasattr(attention, "qkv_proj"):
         h = attention.head_dim
         ends = (0, heads * h, (heads + kv_heads) * h, (heads + 2 * kv_heads) * h)
         q, k, v = (Part(attention.qkv_proj, slice(*pair)) for pair in itertools.pairwise(ends))
     else:
         q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
-    router = "gate" if hasattr(mlp, "gate") else "router"
-    mixture = Mixture(getattr(mlp, router), mlp.experts) if hasattr(mlp, "experts") else None
-    gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
-    norms = tuple(getattr(layer, name) if name else None for name in decoder.norms)
     of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
     output, sinks = Part(getattr(attention, decoder.output)), getattr(attention, "sinks", None)
-    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), sinks)
+    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), sinks, shared)
 
 
 def _dense(mlp: Any, decoder: Decoder) -> tuple[Part | None, Part, Part]:
@@ -266,10 +375,15 @@ def _every(target: Target) -> Iterator[tuple[Any, Parts]]:
         yield layer, _parts(layer, decoder, heads, kv_heads)
 
 
-def _head_counts(target: Target) -> tuple[int, int]:
-    """Return the numbers of heads of the first layer, of queries and of keys."""
+def _attending(target: Target) -> Any:
+    """Return the first layer with attention."""
     layers: Any = target.family.layers
-    attention, decoder = layers[0].self_attn, _decoder(target)
+    return next((layer for layer in layers if hasattr(layer, "self_attn")), layers[0])
+
+
+def _head_counts(target: Target) -> tuple[int, int]:
+    """Return the numbers of heads of the first layer with attention, of queries and of keys."""
+    attention, decoder = _attending(target).self_attn, _decoder(target)
     sizes = next((sizes for sizes in target.layout if sizes is not None), None)
     return getattr(attention, decoder.output).in_features // attention.head_dim, 0 if sizes is None else sizes[0]
 
@@ -307,7 +421,8 @@ def refuse(target: Target) -> None:
             f"the kernels do not know heads of width {size.head_dim}; known: {', '.join(map(str, HEAD_DIMS))}"
         )
     cached = [sizes for sizes in target.layout if sizes is not None]  # None: a layer that is left out
-    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * target.num_layers:
+    attending = sum(parts.state is None for _, parts in _every(target))
+    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * attending:
         raise UnsuitedError("the kernels need widths that are multiples of 32, and keys of one size in every layer")
     for k, (layer, parts) in enumerate(_every(target)):
         if fault := _fault(layer, parts, size):
@@ -324,11 +439,11 @@ def sizes_of(target: Target) -> LayerSizes:
     """Return the sizes of the decoder layers: of the first of them, but for the width of the widest MLP."""
     decoder, (heads, kv_heads) = _decoder(target), _head_counts(target)
     first, parts = next(_every(target))
-    attention, D = first.self_attn, target.hidden_size
+    attention, D = _attending(target).self_attn, target.hidden_size
     named = ("act_fn", "activation_fn", "act")
-    mlp = first.mlp if parts.mixture is None else parts.mixture.experts
+    mlp = getattr(first, decoder.mlp_name) if parts.mixture is None else parts.mixture.experts
     activation = next((getattr(mlp, name) for name in named if hasattr(mlp, name)), None)
-    kind = ACTIVATIONS.get(type(activation).__name__, "")
+    kind = ACTIVATIONS.get(type(activation).__name__, decoder.activation)
     if parts.mixture is not None and (clamp := parts.mixture.clamp) is not None:
         if clamp != CLAMP:
             raise UnsuitedError(
@@ -342,21 +457,22 @@ def sizes_of(target: Target) -> LayerSizes:
     if target.model.config._attn_implementation != "eager":  # the others of transformers leave it out
         cap = 0.0
     return LayerSizes(
-        D, heads, kv_heads, int(attention.head_dim), max(parts.inner for _, parts in _every(target)),
+        D, heads, kv_heads, int(attention.head_dim), max(parts.widest for _, parts in _every(target)),
         norm_eps(next(norm for norm in parts.norms if norm is not None)), float(attention.scaling),
         rotary=angles(target, 1)[0].shape[-1], softcap=float(cap),
         residual=float(getattr(first, "residual_multiplier", 1.0)), activation=name,
         centred=decoder.centred, parallel=decoder.parallel, head_norm=decoder.head_norm,
-        query_table=decoder.scales_queries,
+        query_table=decoder.scales_queries, gated=decoder.gated,
     )  # fmt: skip
 
 
 def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     """Return which part of a layer has other sizes or settings, or another kind of module; "" for none. The kernels would
     read past its weights."""
-    attention, D, h, whole = layer.self_attn, size.hidden, size.head_dim, size.head_norm == "whole"
+    D, h, whole = size.hidden, size.head_dim, size.head_norm == "whole"
     inner, queries, keys = parts.inner, size.heads * size.head_dim, size.kv_heads * size.head_dim
-    shapes = ((queries, D), (keys, D), (keys, D), (D, queries), (inner, D), (inner, D), (D, inner))
+    projected, context = 2 * queries if size.gated else queries, queries if parts.state is None else parts.state.width
+    shapes = ((projected, D), (keys, D), (keys, D), (D, context), (inner, D), (inner, D), (D, inner))
     faults = [_weight_fault(part, shape) for part, shape in zip(parts[:7], shapes, strict=True) if part is not None]
     if parts.mixture is not None:
         faults.append(_mixture_fault(parts.mixture, D, inner))
@@ -365,17 +481,27 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     faults += [
         _norm_fault(norm, (width,), size.eps) for norm, width in zip(parts.head_norms, widths, strict=True) if norm
     ]
-    groups = [[part for part in group if part is not None] for group in (parts[:3], (parts.gate, parts.up))]
+    of_state = () if parts.state is None else parts.state.inputs
+    of_mlp = (parts.gate, parts.up), parts.shared[:2] if parts.shared else ()
+    groups = [[part for part in group if part is not None] for group in (parts[:3], of_state, *of_mlp)]
     if any(len({part.module.bias is None for part in group}) > 1 for group in groups):
         faults.append("some of its matrices have biases, and some none")
-    if (attention.head_dim, attention.scaling) != (h, size.scale):
+    if parts.shared is not None:
+        width = parts.shared.up.shape[0]
+        expected = ((width, D), (width, D), (D, width), (1, D))
+        faults += [_weight_fault(part, shape) for part, shape in zip(parts.shared, expected, strict=True)]
+        faults.append(f"its shared expert has {width} inner units, no multiple of 32" if width % 32 else "")
+    if parts.state is not None:
+        faults.append(parts.state.fault(size))
+    elif (layer.self_attn.head_dim, layer.self_attn.scaling) != (h, size.scale):
         faults.append("its heads have another width or scale")
     if getattr(layer, "residual_multiplier", 1.0) != size.residual:
         faults.append("its residual stream has another factor")
     if parts.sinks is not None and (parts.sinks.shape, parts.sinks.dtype) != ((size.heads,), torch.float32):
         faults.append("its attention has another number of sinks")
     matrices = (part.module for part in parts.linears)
-    read = {id(module) for module in (*matrices, *parts.norms, *parts.head_norms, *(parts.mixture or ()))}
+    others = (*(parts.mixture or ()), *(parts.state or ()))
+    read = {id(module) for module in (*matrices, *parts.norms, *parts.head_norms, *others)}
     for name, module in layer.named_modules():
         is_weight = isinstance(module, nn.Linear) or any(
             parameter is not parts.sinks for parameter in module.parameters(recurse=False)
@@ -383,6 +509,13 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
         if is_weight and id(module) not in read:
             faults.append(f"{name} is not in the kernels' table")
     return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
+
+
+def _is_causal_conv(conv: Any, channels: int) -> bool:
+    """Return whether each channel has a convolution of its own, whose taps the kernels can hold."""
+    taps = conv.kernel_size[0]
+    fits = conv.weight.shape == (channels, 1, taps) and conv.weight.dtype == torch.float32
+    return bool(fits and conv.groups == channels and 1 < taps <= MAX_TAPS and not channels % 32)
 
 
 def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
@@ -485,14 +618,13 @@ def packed_layers(target: Target, size: LayerSizes, pack: Packing) -> list[kerne
     layers = []
     for number, ((layer, parts), window) in enumerate(zip(_every(target), layer_windows(target), strict=True)):
         table = kinds.index((types[number],)) if types and len(kinds) > 1 else 0
-        rope = table if decoder.rotates(layer.self_attn) else -1
+        rope = table if parts.state is not None or decoder.rotates(layer.self_attn) else -1
         layers.append(_layer(parts, decoder, size, window, rope, pack))
     return layers
 
 
 def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: int, pack: Packing) -> kernels.Layer:
-    orders = [_halves(size, heads) if decoder.interleaved else None for heads in (size.heads, size.kv_heads)]
-    qkv, k, v = _queries_keys_values(parts[:3], [*orders, None], pack)
+    qkv, k, v = _projections(parts, decoder, size, pack)
     norms = [_norm_weights(norm, decoder) for norm in parts.norms]
     q_norm, k_norm = (_norm_weights(norm, decoder)[0] for norm in parts.head_norms)
     o = pack(parts.o.packed_rows(pack), parts.o.bias)
@@ -516,7 +648,37 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
         k=k,
         v=v,
         sinks=None if parts.sinks is None else parts.sinks.detach().contiguous(),
+        state=None if parts.state is None else _state(parts.state),
+        shared=None if parts.shared is None else _dense_matrices(*parts.shared[:3], pack),
+        shared_gate_D=None if parts.shared is None else parts.shared.router.module.weight.detach()[0].contiguous(),
     )
+
+
+def _state(state: State) -> kernels.StateLayer:
+    conv_Ct, bias_C = state.conv.weight.detach()[:, 0], state.conv.bias
+    conv_tC, conv_bias_C = conv_Ct.T.contiguous(), None if bias_C is None else bias_C.detach().contiguous()
+    if state.gated_norm is None:
+        return kernels.StateLayer(conv_tC, conv_bias_C)
+    rate_H, step_bias_H = -state.module.A_log.detach().exp(), state.module.dt_bias.detach().contiguous()
+    norm_v = state.gated_norm.weight.detach().contiguous()
+    return kernels.StateLayer(conv_tC, conv_bias_C, *state.sizes, rate_H, step_bias_H, norm_v)
+
+
+def _projections(
+    parts: Parts, decoder: Decoder, size: LayerSizes, pack: Packing
+) -> tuple[kernels.Matrix, kernels.Matrix | None, kernels.Matrix | None]:
+    """Return the matrices that read the input of attention or of a state's module."""
+    if parts.state is None:
+        orders = [_halves(size, heads) if decoder.interleaved else None for heads in (size.heads, size.kv_heads)]
+        if decoder.gated:
+            orders[0] = _by_kind(size.heads, (size.head_dim, size.head_dim))
+        three = [part for part in parts[:3] if part is not None]
+        return _queries_keys_values(three, [*orders, None], pack)
+    rows = [part.packed_rows(pack) for part in parts.state.inputs]
+    biases = [part.bias for part in parts.state.inputs if part.bias is not None]
+    joined = kernels.joined(rows) or kernels.joined([kernels.Rows.of(one.read()) for one in rows])
+    assert joined is not None
+    return pack(joined, torch.cat(biases) if biases else None), None, None
 
 
 def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Matrix | None, kernels.Experts | None]:
@@ -525,12 +687,15 @@ def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Ma
         return None, None, _experts(parts.mixture, parts.inner, pack)
     assert parts.up is not None
     assert parts.down is not None
-    up = parts.up.packed_rows(pack)
-    if parts.gate is None:
-        gate_up = pack(up, parts.up.bias)
-    else:
-        gate_up = pack.gated(parts.gate.packed_rows(pack), up, (parts.gate.bias, parts.up.bias))
-    return gate_up, pack(parts.down.packed_rows(pack), parts.down.bias), None
+    return *_dense_matrices(parts.gate, parts.up, parts.down, pack), None
+
+
+def _dense_matrices(gate: Part | None, up: Part, down: Part, pack: Packing) -> tuple[kernels.Matrix, kernels.Matrix]:
+    """Return both matrices of an MLP, packed."""
+    last = pack(down.packed_rows(pack), down.bias)
+    if gate is None:
+        return pack(up.packed_rows(pack), up.bias), last
+    return pack.gated(gate.packed_rows(pack), up.packed_rows(pack), (gate.bias, up.bias)), last
 
 
 def _experts(mixture: Mixture, inner: int, pack: Packing) -> kernels.Experts:
@@ -555,6 +720,12 @@ def _halves(size: LayerSizes, heads: int) -> Tensor:
     rotated = torch.arange(size.rotary, device="cpu").view(-1, 2).T.flatten()
     of_head = torch.cat([rotated, torch.arange(size.rotary, size.head_dim, device="cpu")])
     return (size.head_dim * torch.arange(heads, device="cpu")[:, None] + of_head).flatten()
+
+
+def _by_kind(heads: int, widths: Sequence[int]) -> Tensor:
+    """Return the order of rows in which all heads' first kind comes first, of rows that are sorted by heads."""
+    rows = torch.arange(heads * sum(widths), device="cpu").view(heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, list(widths), 1)])
 
 
 def _queries_keys_values(

@@ -29,13 +29,14 @@ from eyas.runners._comparison import UnsuitedError, output_pairs
 from eyas.runners._decoders import angles, final_norm, packed_layers, refuse, sizes_of
 from eyas.runners._packing import check_fit, packing_of
 from eyas.runners._proofs import Proof
+from eyas.runners._states import KernelStates
 from eyas.runners._threads import Threads
 from eyas.runners.cpu_ops import CpuOps
 from eyas.runners.stored import stored_in
 
 __all__ = ["CpuRunner", "UnsuitedError", "make_cpu_runner"]
 
-CHECKED_LAYERS = 2  # of a model whose weights stay in their file, whose own forward is slow
+CHECKED_LAYERS = 2  # at least, of a model whose weights stay in their file, whose own forward is slow
 TURNS = 6  # timed forwards for each number of threads, the warm-up included
 TIMING_SECONDS = 0.25  # after which no further turn begins, but two
 TOLERANCE = 1e-4  # relative to the largest logit; another order of summation changes less
@@ -62,7 +63,8 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     known = proof is not None and proof.known
     made, checkpoint = None, stored_in(target.model)
     if checkpoint is not None and not known:
-        few = Target(checkpoint.model(min(CHECKED_LAYERS, target.num_layers)), target.name)
+        attending = next(number for number, sizes in enumerate(target.layout) if sizes is not None)
+        few = Target(checkpoint.model(min(max(CHECKED_LAYERS, attending + 1), target.num_layers)), target.name)
         CpuRunner(few).check()
     if not (known or checkpoint):
         made = CpuRunner(target)
@@ -205,6 +207,10 @@ class CpuRunner:
         made.thread_chooser = self.thread_chooser
         return other.run_with(made)
 
+    def open_states(self, rows: int) -> KernelStates | None:
+        """Return the recurrent state of a new session's rows; None if no layer has any."""
+        return KernelStates(self.layers.states, rows) if self.layers.states else None
+
     def head(self, target: Target, hidden: Tensor) -> Tensor:
         return self._scaled(kernels.linear(self.output, hidden.float(), self.layers.threads))
 
@@ -235,6 +241,7 @@ class CpuRunner:
         return Pass(
             inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, cosine, sine,
             inputs.cache.tensor, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
+            next((state.record for state in inputs.states if isinstance(state, KernelStates)), None), inputs.prompt,
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:

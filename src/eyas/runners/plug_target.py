@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 # Bytes of a checkpoint from which on its weights stay in the files. Smaller models are loaded by transformers, and their
 # own forward is fast, too.
 LARGE = 1 << 30
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # of their checkpoints AutoModelForCausalLM makes the text model alone
 ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files: what frequencies are divided by
 
 
@@ -64,7 +65,7 @@ def _checkpoint_of(source: str | Path) -> Checkpoint | None:
         about = json.loads(Path(fetch("config.json")).read_text(encoding="utf-8"))
         kind, quantised = about.get("model_type"), about.get("quantization_config", {}).get("quant_method")
         # gpt-oss's experts that are not quantised lie in columns
-        if kind not in FAMILIES or quantised != ("mxfp4" if kind == "gpt_oss" else None):
+        if kind not in (*FAMILIES, *WITH_IMAGES) or quantised != ("mxfp4" if kind == "gpt_oss" else None):
             return None
         fetch("generation_config.json")
         paths = [Path(fetch(name)) for name in shards_of(Path(fetch(INDEX) or ""))]
@@ -108,8 +109,8 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
     """Return the model in a file; None, with a logged line, where the kernels do not know its family or its types."""
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = about.get("model_type")
-    if kind not in FAMILIES:
-        log.info("%s is converted: the kernels do not know the family %s", path.name, kind)
+    if kind not in FAMILIES or FAMILIES[kind].state:  # llama.cpp stores the numbers of state layers in other forms
+        log.info("%s is converted: the kernels read no files of the family %s", path.name, kind)
         return None
     listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
     tensors = {

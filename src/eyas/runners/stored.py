@@ -47,6 +47,7 @@ INDEX = "model.safetensors.index.json"
 # names of an expert's matrices: in files by transformers' classes of today, by Mixtral's, and in GGUF files, which hold the
 # matrices of all experts as one tensor
 EXPERTS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+WITHIN = ("model.language_model.", "model.")  # a text model's names beside a model of images, and alone
 MIXTRAL = ("mlp.", "block_sparse_moe.")  # a module's name in transformers, and in files
 HEADER = 8  # bytes of a safetensors file that say how long its header is
 
@@ -370,9 +371,22 @@ def open_safetensors(folder: Path) -> Checkpoint | None:
                 continue
             if about["dtype"] not in TYPES:
                 return None
-            begin = HEADER + length + about["data_offsets"][0]
-            tensors[name] = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), begin)
+            begin, end = about["data_offsets"]
+            entry = Entry(number, TYPES[about["dtype"]], tuple(about["shape"]), HEADER + length + begin)
+            tensors |= _of_each_expert(name.replace(*WITHIN), entry, end - begin)
     return Checkpoint(*settings_of(folder), files, tensors)
+
+
+def _of_each_expert(name: str, entry: Entry, size: int) -> dict[str, Entry]:
+    """Return the matrices of a tensor of `size` bytes that holds all experts; any other tensor as it is."""
+    stem, _, last = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+    if not stem.endswith(".experts") or not kinds:
+        return {name: entry}
+    count, outputs, inputs = entry.shape
+    parts = [f"{stem}.{e}.{kind}.weight" for e in range(count) for kind in kinds]
+    one = entry._replace(shape=(outputs // len(kinds), inputs))
+    return {part: one._replace(offset=entry.offset + n * (size // len(parts))) for n, part in enumerate(parts)}
 
 
 def shards_of(index: Path) -> list[str]:
@@ -385,4 +399,5 @@ def shards_of(index: Path) -> list[str]:
 def settings_of(folder: Path) -> tuple[Any, GenerationConfig | None]:
     """Return the configuration of a model and, if there are any, its settings for generation."""
     has_settings = (folder / "generation_config.json").is_file()
-    return AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder) if has_settings else None
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    return config, GenerationConfig.from_pretrained(folder) if has_settings else None

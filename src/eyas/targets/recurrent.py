@@ -93,6 +93,9 @@ class Extension(TargetExtension):
     def open(self, session: TargetSession) -> TargetState | None:
         if not self.modules:
             return None
+        of_runner: TargetState | None = getattr(session.target.runner, "open_states", lambda rows: None)(session.rows)
+        if of_runner is not None:  # it computes them itself
+            return of_runner
         states = RowStates(self.modules, session.rows, len(session.target.layout), session.target.device)
         session.cache.layers = states.cache_layers
         return states

@@ -70,11 +70,14 @@ void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t t
 }
 
 // x [M, D] through all layers, in place. The inputs of the layers named in `tapped` (ascending) are
-// written side by side to the rows of `taps`, `tap_stride` floats apart.
+// written side by side to the rows of `taps`, `tap_stride` floats apart. states: null if all layers
+// have attention.
 void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass* p,
-                 const KVCache* slots, float* x, const int64_t* tapped, int64_t tap_count,
+                 const KVCache* slots, const States* states, float* x, const int64_t* tapped, int64_t tap_count,
                  float* taps, int64_t tap_stride) {
     const int64_t M = p->tokens(), D = s->hidden;
+    std::vector<StatePass> of_states;
+    if (states) of_states.emplace_back(*states, *p);
 #pragma omp parallel num_threads(p->threads)
     {
         int thread = thread_number();
@@ -85,9 +88,11 @@ void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass*
                     for (int64_t m = 0; m < M; m++)
                         std::memcpy(taps + m * tap_stride + i * D, x + m * D, D * sizeof(float));
                 }
-            decoder_layer(layers[l], *s, *p, slots->of_layer(l), nullptr, x, thread);
+            decoder_layer(layers[l], *s, *p, slots->of_layer(layers[l].place), nullptr, x, thread,
+                          of_states.data());
         }
     }
+    for (int64_t r = 0; states && r < p->rows; r++) states->pending[states->row[r]] = 0;
 }
 
 // The layer of a draft net: attention reads `input` [M, inputs of qkv], x [M, D] is the residual

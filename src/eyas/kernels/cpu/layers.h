@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx_attention.h"
-#include "linear.h"
+#include "states.h"
 
 // RoPE of the first r floats of a head, in LLaMA's layout of halves
 static inline void apply_rotary(float* x, const float* cosine, const float* sine, int64_t r) {
@@ -17,6 +17,12 @@ static inline void apply_rotary(float* x, const float* cosine, const float* sine
 static inline void cap(float* x, int64_t count, float softcap) {
     for (int64_t i = 0; i < count; i += LANES)
         store(x + i, softcap * tanh_vec(load(x + i) / softcap));
+}
+
+// x *= sigmoid(gate)
+static inline void apply_gates(const float* gate, int64_t count, float* x) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store(x + i, load(x + i) / (1.0f + exp_vec(-load(gate + i))));
 }
 
 // Keys or values [h] of a head as the cache has them, rounded to its type.
@@ -54,15 +60,14 @@ struct Widened {
 // and values in the cache.
 static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                               int64_t r, int64_t k) {
-    const int64_t h = s.head_dim, stride = s.qkv_stride(),
-                  group_heads = s.heads / s.kv_heads;
+    const int64_t h = s.head_dim, stride = s.stride, group_heads = s.heads / s.kv_heads,
+                  key = s.keys() + k * h, value = key + s.kv_heads * h;
     for (int64_t q = 0; q < p.count(r); q++) {
         const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
                       offset = c.row[r] + k * c.head + slot * c.slot,
                       angle = layer.rope * p.table + p.position[r * p.queries + q] * s.rotary;
         for (int64_t i = 0; i <= group_heads; i++) {
-            float* x =
-                p.qkv + m * stride + (i < group_heads ? k * group_heads + i : s.heads + k) * h;
+            float* x = p.qkv + m * stride + (i < group_heads ? (k * group_heads + i) * h : key);
             const float* norm = i < group_heads ? layer.q_norm : layer.k_norm;
             if (norm && s.head_norm == BEFORE_ROPE) rms_norm(x, norm, h, s.eps, x);
             const int64_t at = angle + (i < group_heads && s.query_table ? p.table : 0);
@@ -71,9 +76,8 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
-        write_slot(c.keys + offset, c.type, p.qkv + m * stride + (s.heads + k) * h, h);
-        write_slot(c.values + offset, c.type, p.qkv + m * stride + (s.heads + s.kv_heads + k) * h,
-                   h);
+        write_slot(c.keys + offset, c.type, p.qkv + m * stride + key, h);
+        write_slot(c.values + offset, c.type, p.qkv + m * stride + value, h);
     }
 }
 
@@ -256,7 +260,7 @@ struct QueryGroup {
 
     void run() {
         shared = shared_slots();
-        const int64_t h = s.head_dim, pairs = queries * heads, stride = s.qkv_stride();
+        const int64_t h = s.head_dim, pairs = queries * heads, stride = s.stride;
         const float* query[MAX_PAIRS];
         float *scores_at[MAX_PAIRS], *out[MAX_PAIRS], totals[MAX_PAIRS];
         for (int64_t n = 0; n < pairs; n++) {
@@ -308,8 +312,10 @@ struct QueryGroup {
                     add(n * heads, heads, place, value, count);
                 });
         if (tiled()) tiles.finish(out);
-        for (int64_t n = 0; n < pairs; n++)
+        for (int64_t n = 0; n < pairs; n++) {
             for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];
+            if (s.gated) apply_gates(query[n] + s.heads * h, h, out[n]);
+        }
     }
 };
 
@@ -438,24 +444,32 @@ static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const f
     }
 }
 
-// A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of
-// the norm of x, or null.
-static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
-                          const float* input, float* x, int thread) {
-    const int64_t M = p.tokens(), D = s.hidden, h = s.head_dim;
-    const Norm before{layer.norm, layer.norm_bias, s.eps, s.centred != 0},
-        before_mlp{layer.mlp_norm, layer.mlp_norm_bias, s.eps, s.centred != 0};
-    if (!input) input = layer.norm ? normed_rows(thread, x, before, M, D, p.normed) : x;
-    linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.qkv_stride(), STORE);
-    const int64_t k = s.heads * h, v = k + s.kv_heads * h;
-    if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.qkv_stride(), STORE);
-    if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.qkv_stride(), STORE);
-    if (layer.q_norm && s.head_norm == WHOLE) {
+// y [M, D] += the output of the expert that all tokens x [M, D] share.
+static void add_shared_expert(const Layer& layer, const Shape& s, const Pass& p, const float* x,
+                              float* y) {
+    const int64_t M = p.tokens(), D = s.hidden, width = layer.shared_down.inputs;
+    float* out = p.routed;
+    linear(layer.shared_gate_up, x, D, M, p.inner, width, (Epilogue)s.activation);
+    linear(layer.shared_down, p.inner, width, M, out, D, STORE);
 #pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m++) {
-            float* row = p.qkv + m * s.qkv_stride();
+    for (int64_t m = 0; m < M; m++) {
+        const float score = dot(x + m * D, layer.shared_gate, D);
+        const FloatVec weight = broadcast(1.0f / (1.0f + std::exp(-score)));
+        for (int64_t d = 0; d < D; d += LANES)
+            store(y + m * D + d, fma(weight, load(out + m * D + d), load(y + m * D + d)));
+    }
+}
+
+// p.context [M, H h] from the projections in p.qkv, which it changes.
+static void run_attention(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
+                          int thread) {
+    if (layer.q_norm && s.head_norm == WHOLE) {
+        const int64_t k = s.keys(), width = s.kv_heads * s.head_dim;
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < p.tokens(); m++) {
+            float* row = p.qkv + m * s.stride;
             rms_norm(row, layer.q_norm, k, s.eps, row);
-            rms_norm(row + k, layer.k_norm, v - k, s.eps, row + k);
+            rms_norm(row + k, layer.k_norm, width, s.eps, row + k);
         }
     }
     switch (s.head_dim) {
@@ -467,15 +481,33 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
         case 128: attend<128 / LANES>(layer, s, p, c, thread); break;
         case 256: attend<256 / LANES>(layer, s, p, c, thread); break;
     }
+}
+
+// A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of
+// the norm of x, or null.
+static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
+                          const float* input, float* x, int thread,
+                          const StatePass* states = nullptr) {
+    const int64_t M = p.tokens(), D = s.hidden;
+    const Norm before{layer.norm, layer.norm_bias, s.eps, s.centred != 0},
+        before_mlp{layer.mlp_norm, layer.mlp_norm_bias, s.eps, s.centred != 0};
+    if (!input) input = layer.norm ? normed_rows(thread, x, before, M, D, p.normed) : x;
+    linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.stride, STORE);
+    const int64_t k = s.keys(), v = k + s.kv_heads * s.head_dim;
+    if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.stride, STORE);
+    if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.stride, STORE);
+    if (layer.state.taps) states->run(layer, s, p);
+    else run_attention(layer, s, p, c, thread);
     if (s.adds_plainly(layer.attention_norm)) {
-        linear(layer.o, p.context, s.heads * h, M, x, D, ADD);
+        linear(layer.o, p.context, layer.o.inputs, M, x, D, ADD);
     } else {
-        linear(layer.o, p.context, s.heads * h, M, p.branch, D, STORE);
+        linear(layer.o, p.context, layer.o.inputs, M, p.branch, D, STORE);
         add_branch(layer.attention_norm, s, M, p.branch, x);
     }
     if (!s.parallel) input = layer.mlp_norm ? normed_rows(thread, x, before_mlp, M, D, p.normed) : x;
     if (layer.experts) {
         mix_experts(*layer.experts, s, p, input, p.branch);
+        if (layer.shared_gate) add_shared_expert(layer, s, p, input, p.branch);
         return add_branch(layer.output_norm, s, M, p.branch, x);
     }
     linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);

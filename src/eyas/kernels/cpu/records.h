@@ -45,6 +45,17 @@ struct Experts {
     int64_t normed;  // a token's weights sum to 1; otherwise they are probabilities among all experts
 };
 
+// A layer with recurrent state instead of attention (states.h): a gated delta net, or, without heads,
+// a short convolution alone.
+struct StateLayer {
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t channels, taps;  // of the convolution; 0 taps: there is no such layer
+    const float* conv;       // [taps][channels], the oldest input first
+    const float* conv_bias;  // [channels], or null
+    // of value heads: the decay is exp(rate * softplus(a + step_bias)); the norm's weight
+    const float *rate, *step_bias, *norm;
+};
+
 struct Layer {
     // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
     // first matrix
@@ -57,6 +68,12 @@ struct Layer {
     int64_t rope;                                   // its table of angles; -1: it does not rotate
     const Experts* experts;                         // instead of gate_up and down; null: none
     const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
+    StateLayer state;                               // instead of attention
+    int64_t place;                                  // among the layers with attention, or with state
+    // of an expert that all tokens go through beside those of their own, times the sigmoid of
+    // x * shared_gate [hidden]; null: none
+    Matrix shared_gate_up, shared_down;
+    const float* shared_gate;
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
@@ -74,15 +91,14 @@ struct Shape {
     int64_t parallel;    // the MLP reads what attention reads, not the sum
     HeadNorm head_norm;
     int64_t query_table;  // queries have a table of angles of their own, after the layer's
+    int64_t gated;   // what attention gathers is multiplied by the sigmoids of gates, which lie behind the queries
+    int64_t stride;  // floats from one token's projections to the next one's: whole panels
 
     // what attention and MLP add is normed or scaled first
     bool adds_plainly(const float* norm) const { return !norm && residual == 1; }
 
-    // Floats from one token's queries, keys and values to the next one's: whole panels
-    int64_t qkv_stride() const {
-        const int64_t width = (heads + 2 * kv_heads) * head_dim;
-        return (width + PANEL - 1) / PANEL * PANEL;
-    }
+    // Where the projections of a token have its keys.
+    int64_t keys() const { return (gated ? 2 : 1) * heads * head_dim; }
 };
 
 struct KVCache {
@@ -98,6 +114,17 @@ struct KVCache {
     }
 };
 
+// The states of layers without attention (states.h), of all rows of a session. Strides in floats.
+struct States {
+    float* state;            // [row, layer, ...] after the committed tokens that are not pending
+    float* nodes;            // [row, layer, node, ...] records of uncommitted nodes
+    const int64_t* path;     // [row, longest_path] nodes that were accepted
+    int64_t* pending;        // [row] how many of these the state lacks; the pass adds them, and sets 0
+    const int64_t* row;      // [R]: the rows of the pass
+    int64_t state_row, state_layer, node_row, node_layer, node, longest_path;
+    int64_t commits;  // the new nodes are a prompt's: the state goes on behind them, and none is kept
+};
+
 struct Pass {
     int64_t rows, queries, nodes;  // R, Q, T
     // [R + 1]: where each row's tokens begin in x, if rows have fewer than Q new nodes; else null
@@ -111,7 +138,7 @@ struct Pass {
     int64_t table;                     // floats of a table
     int64_t
         score_stride;  // floats of a query's scores: at least 2 vectors more than its visible slots
-    // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x (H + 2K) h; M x H h; M x inner;
+    // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x stride; M x the inputs of o; M x inner;
     // threads x MAX_PAIRS x score_stride; and M x D floats. With experts, M (2 D + top + outputs of
     // the router) floats, and 2 M top + count + 1 integers.
     float *normed, *qkv, *context, *inner, *scores, *branch, *routed;

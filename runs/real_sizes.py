@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _common import machine, parser, run, write
@@ -61,10 +61,18 @@ def main() -> None:
         rounds: dict[str, list[Figures]] = {name: [] for name in engines}
         for turn in range(args.rounds):
             for name in [*engines][:: 1 if turn % 2 == 0 else -1]:
-                rounds[name].append(engines[name]())
+                rounds[name].append(engines[name].passes())
                 print(file.name, name, rounds[name][-1], file=sys.stderr, flush=True)
-        tables[file.name] = {"bytes": file.stat().st_size} | {name: _summary(all_) for name, all_ in rounds.items()}
-    write(args.output, {"context": CONTEXT, "prompt": PROMPT, "files": tables}, began)
+        rows = {name: _summary(rounds[name]) | engine.start() for name, engine in engines.items()}
+        tables[file.name] = {"bytes": file.stat().st_size, **rows}
+        write(args.output, {"context": CONTEXT, "prompt": PROMPT, "files": tables}, began, quiet=True)
+
+
+class Engine(NamedTuple):
+    """passes: seconds of passes, and tokens per second of a prompt. start: the first load, a later one and its memory."""
+
+    passes: Callable[[], Figures]
+    start: Callable[[], Figures]
 
 
 def _summary(rounds: list[Figures]) -> Figures:
@@ -90,7 +98,7 @@ def _best_chain(passes: dict[int, float]) -> float:
 # --- eyas
 
 
-def _eyas(file: Path, activations: str, threads: int) -> Callable[[], Figures]:
+def _eyas(file: Path, activations: str, threads: int) -> Engine:
     here = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eyas"
     passes = [sys.executable, __file__, "passes", str(file), activations]
@@ -99,16 +107,15 @@ def _eyas(file: Path, activations: str, threads: int) -> Callable[[], Figures]:
         "--raw", "--max-new-tokens", "1", "Once upon a time",
     ]  # fmt: skip
 
-    def measure() -> Figures:
+    def start() -> Figures:
         with tempfile.TemporaryDirectory(dir=file.parent) as cache:
             shutil.copytree(kept / "kernels", Path(cache) / "eyas/kernels")  # compiled already; nothing is packed
             environment = {**here, "XDG_CACHE_HOME": cache}
-            cold, _ = _timed(answer, environment)
-            warm, gigabytes = _timed(answer, environment)
-            figures = json.loads(_output(passes, environment).splitlines()[-1])
-        return figures | {"first_token_cold": cold, "first_token": warm, "gigabytes": gigabytes}
+            cold, most = _timed(answer, environment)
+            warm, later = _timed(answer, environment)
+        return {"first_token_cold": cold, "first_token": warm, "gigabytes_cold": most, "gigabytes": later}
 
-    return measure
+    return Engine(lambda: json.loads(_output(passes, here).splitlines()[-1]), start)
 
 
 def _eyas_passes(file: str, activations: str) -> Figures:
@@ -133,22 +140,24 @@ def _eyas_passes(file: str, activations: str) -> Figures:
 # --- llama.cpp
 
 
-def _llama(programs: Path, file: Path, threads: int) -> Callable[[], Figures]:
+def _llama(programs: Path, file: Path, threads: int) -> Engine:
     of_threads = ["-m", str(file), "-t", str(threads)]
     batched = [programs / "llama-batched-bench", *of_threads, "-npp", CONTEXT, "-ntg", REPEATS, "-npl", "1,4,8", "-pps"]
     prompts = [programs / "llama-bench", *of_threads, "-p", PROMPT, "-n", 0, "-r", 1, "-o", "json"]
     answer = [programs / "llama-completion", *of_threads, "-no-cnv", "-n", 1, "-p", "Once upon a time", "-c", 4096]
 
-    def measure() -> Figures:
+    def passes() -> Figures:
         lines = _output([*batched, "-c", 4096, "--output-format", "jsonl"])
         rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", lines, re.MULTILINE)]
         figures = {f"pass_{row['pl']}": row["t_tg"] / REPEATS for row in rows}
-        figures["prompt"] = json.loads(_output(prompts))[0]["avg_ts"]
-        figures["first_token_cold"], _ = _timed(answer)
-        figures["first_token"], figures["gigabytes"] = _timed(answer)
-        return figures
+        return figures | {"prompt": json.loads(_output(prompts))[0]["avg_ts"]}
 
-    return measure
+    def start() -> Figures:
+        cold, most = _timed(answer)
+        warm, later = _timed(answer)
+        return {"first_token_cold": cold, "first_token": warm, "gigabytes_cold": most, "gigabytes": later}
+
+    return Engine(passes, start)
 
 
 # --- processes
@@ -168,7 +177,7 @@ def _timed(command: list[Any], environment: dict[str, str] | None = None) -> tup
     _, status, used = os.wait4(child.pid, 0)
     if status:
         raise InputError(f"{command[0]} ended with status {status}")
-    return time.perf_counter() - began, used.ru_maxrss * 1024 / 1e9
+    return round(time.perf_counter() - began, 2), round(used.ru_maxrss * 1024 / 1e9, 2)
 
 
 if __name__ == "__main__":

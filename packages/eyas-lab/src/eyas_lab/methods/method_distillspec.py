@@ -44,7 +44,10 @@ class Method(small_model.Method):
 
     def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Loss:
         """Return small_model's loss; in training, for a share of the batches, on answers of the small model."""
-        own = self.draft_model.model.training and float(torch.rand((), generator=generator)) < self.options.own
+        own = (
+            self.draft_model.model.training
+            and float(torch.rand((), dtype=torch.float32, generator=generator)) < self.options.own
+        )
         return super().loss(self.with_own_answers(batch) if own else batch, generator)
 
     @torch.no_grad()

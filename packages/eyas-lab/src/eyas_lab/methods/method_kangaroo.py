@@ -81,7 +81,9 @@ class Method(small_model.Method):
         if not 1 <= exit_layer < target.num_layers:
             raise OptionError(f"head.exit must be from 1 to {target.num_layers - 1}, got {exit_layer}")
         if is_tensor_parallel(target.model):
-            raise ModelError("processes share the target's layers, and none has a whole one to copy: choose another method")
+            raise ModelError(
+                "processes share the target's layers, and none has a whole one to copy: choose another method"
+            )
         later = {(k, kind) for k in range(exit_layer + 1, target.num_layers) for kind in (ATTENTION, MLP)}
         view = without(target, frozenset({(exit_layer, MLP), *later}))
         view.family.layers[-1] = deepcopy(view.family.layers[-1])

@@ -226,6 +226,27 @@ def test_token_ids_of_an_answer(path: str, server: Running) -> None:
     assert [t for chunk in chunks for choice in chunk["choices"] for t in choice.get("token_ids", [])] == whole
 
 
+def test_meta_info_of_a_chat(server: Running) -> None:
+    """z-lab's benchmark asks with `return_meta_info` and reads the response, SGLang's clients read the choice."""
+    asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 40, "temperature": 0}
+    body = {**asked, "ignore_eos": True, "return_meta_info": True}
+    made = server.post(CHATS, body).json()
+    info, figures = made["meta_info"], made["metrics"]["speculative_decoding"]
+    assert info == made["choices"][0]["meta_info"]
+    assert info["completion_tokens"] == 40
+    assert info["spec_num_correct_drafts"] == figures["num_accepted_draft_tokens"] > 0
+    assert info["spec_num_proposed_drafts"] == figures["num_draft_tokens"]
+    assert info["spec_verify_ct"] >= figures["num_spec_steps"]
+    assert info["spec_accept_length"] == pytest.approx(40 / info["spec_verify_ct"])
+    several = server.post(CHATS, {**body, "n": 2}).json()
+    assert "meta_info" not in several
+    assert all(choice["meta_info"] for choice in several["choices"])
+    plain = server.post(CHATS, {**body, "drafting": "off"}).json()["meta_info"]
+    assert not any(name.startswith("spec_") for name in plain)
+    assert "meta_info" not in server.post(CHATS, asked).json()
+    assert server.post(CHATS, {**body, "stream": True}).status_code == 400
+
+
 @pytest.mark.slow
 def test_values_of_others(server: Running) -> None:
     """Every int64 is a seed: -1 is another one each time, as in vLLM and llama.cpp; the others repeat.

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from eyas.arguments import STRUCTURE_KEYWORDS, Keywords, MediaIds, Messages
 from eyas.core.logprobs import TokenLogprobs
 from eyas.errors import InputError
-from eyas.serve.errors import JsonObject
+from eyas.serve.errors import JsonObject, bad_request
 from eyas.serve.fields import Body, GenerationBody, Limit, Logprobs, Strict
 from eyas.serve.http import request_id
 from eyas.serve.logprobs import TokenTexts
@@ -107,6 +107,12 @@ class ChatBody(TemplateFields, GenerationBody):
     top_logprobs: Logprobs | None = None
     prediction: Prediction | None = None
     return_token_ids: bool | None = None  # list the ids of the answer, as vLLM does
+    return_meta_info: bool | None = None  # counts of the answer and its drafts, as SGLang gives them
+
+    def check(self) -> None:
+        super().check()
+        if self.return_meta_info and self.stream:
+            raise bad_request("a stream has no meta_info: leave return_meta_info out", "return_meta_info")
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
@@ -219,6 +225,7 @@ class ChatCompletion(Choices):
             "finish_reason": _finish(reader, totals.finish),
             "stop_reason": totals.stop_reason,
             **({"token_ids": list(totals.token_ids)} if self.body.return_token_ids else {}),
+            **self._meta_info([totals]),
         }
 
     def chunk_choices(self, delta: Delta) -> list[JsonObject]:
@@ -243,7 +250,14 @@ class ChatCompletion(Choices):
 
     def extra(self, totals: list[Totals]) -> JsonObject:
         first = totals[0].prompt_logprobs
-        return {"prompt_logprobs": self.texts.prompt(first)} if first else {}
+        logprobs = {"prompt_logprobs": self.texts.prompt(first)} if first else {}
+        return {**logprobs, **self._meta_info(totals)}
+
+    def _meta_info(self, totals: Sequence[Totals]) -> JsonObject:
+        """Return the counts of a single sequence: SGLang puts them into its choice, and z-lab's benchmark reads them
+        from the response."""
+        wanted = self.body.return_meta_info and len(totals) == 1
+        return {"meta_info": totals[0].meta_info()} if wanted else {}
 
     def _logprobs(self, values: Sequence[TokenLogprobs]) -> JsonObject | None:
         count: int | None = self.job.keywords.get("logprobs")

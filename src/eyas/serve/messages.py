@@ -118,8 +118,9 @@ class CountBody(Body):
         except ValidationError as error:
             raise invalid_body(error) from None
         chat.check()
-        if chat.return_token_ids:
-            raise bad_request("messages hold no token ids: leave return_token_ids out", "return_token_ids")
+        for name in ("return_token_ids", "return_meta_info"):
+            if getattr(chat, name):
+                raise bad_request(f"messages do not support {name}: leave it out", name)
         return chat.placed([place for _, place in made], self)
 
     def limits(self) -> JsonObject:

@@ -146,6 +146,21 @@ class Totals:
             "per_step_drafted": [c.drafted for c in drafts],
         }
 
+    def meta_info(self) -> dict[str, Any]:
+        """Return counts under the names of SGLang's `meta_info`. Like SGLang, leave drafts out where nothing was drafted."""
+        sums = CycleSums.from_cycles(self.cycles)
+        counts = {"completion_tokens": len(self.token_ids), "cached_tokens": self.cached_tokens}
+        if not sums.drafted:
+            return counts
+        return {
+            **counts,
+            "spec_verify_ct": sums.cycles,
+            "spec_accept_length": len(self.token_ids) / sums.cycles,
+            "spec_accept_rate": sums.accepted / sums.drafted,
+            "spec_num_correct_drafts": sums.accepted,
+            "spec_num_proposed_drafts": sums.drafted,
+        }
+
 
 def check_ids(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse token ids outside the vocabulary; `param` is the field that they come from."""

@@ -133,7 +133,9 @@ class Totals:
         """Return acceptance, under the names of vLLM's `metrics.speculative_decoding`; without drafts 1.0 and 0.0, as there."""
         drafts = [cycle for cycle in self.cycles if cycle.drafted]
         sums = CycleSums.from_cycles(drafts)
-        reached = (sums.drafts, *sums.accepted_at, 0) if drafts else (0,)
+        widest = max((cycle.drafted for cycle in drafts), default=0)
+        # aiperf refuses a histogram without a place for every count of accepted tokens that a draft allows
+        reached = (sums.drafts, *sums.accepted_at, *[0] * (widest + 1 - len(sums.accepted_at)))
         return {
             "mean_acceptance_length": 1 + sums.accepted / sums.drafts if drafts else 1.0,
             "draft_acceptance_rate": sums.accepted / sums.drafted if drafts else 0.0,
@@ -141,7 +143,7 @@ class Totals:
             "num_spec_steps": sums.drafts,
             "num_accepted_draft_tokens": sums.accepted,
             "num_draft_tokens": sums.drafted,
-            "num_spec_tokens": max((c.drafted for c in drafts), default=0),
+            "num_spec_tokens": widest,
             "per_step_accepted": [c.accepted for c in drafts],
             "per_step_drafted": [c.drafted for c in drafts],
         }

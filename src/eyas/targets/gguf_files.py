@@ -181,7 +181,8 @@ def _read_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedTokenizer
     """Return the tokenizer in a file in GGUF format; None, with a logged line, if transformers cannot make
     one from the file."""
     keywords = {"gguf_file": path.name}
-    kind = {} if (path.parent / "tokenizer_config.json").exists() else {"tokenizer_type": config.model_type}
+    named = (path.parent / "tokenizer_config.json").exists() or getattr(config, "tokenizer_class", None)
+    kind = {} if named else {"tokenizer_type": config.model_type}
     try:
         with one_line_errors("", path.parent):
             try:  # with its type known, transformers does not read the configuration again

@@ -252,7 +252,7 @@ def test_load(folders: tuple[Path, Path], llm: LLM) -> None:
     assert given.generate("Hi", max_new_tokens=3).token_ids
     for arguments, options, kind, message in (
         ((model, head, "eagel2"), {}, OptionError, "unknown method 'eagel2'; did you mean eagle"),
-        ((model, head, 5), {}, OptionError, "not int; known: dflash"),
+        ((model, head, 5), {}, OptionError, "not int; known: cascade"),
         ((model, head), {"tree": {"nods": 4}}, OptionError, "unknown option 'tree.nods'; did you mean tree.nodes"),
         ((model, head), {"tree.nodes": 0}, OptionError, "tree.nodes must be a whole number, 1 or more, got 0"),
         ((model, head), {"weights": None}, OptionError, "unknown weights None"),

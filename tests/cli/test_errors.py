@@ -42,7 +42,7 @@ BAD = {
     "no such module": ((*ASK, "--method", "my.method"), ["method 'my.method' cannot be loaded", "No module named 'my'"]),
     "an option for training": ((*ASK, "--ttt.steps", 3), ["unknown option --ttt.steps"]),
     "option of another method": ((*ASK, "--draft", "head", "--tree.choices", "chain"),
-                                 ["--tree.choices is an option of eagle1, ", ", not of the method in use"]),
+                                 ["--tree.choices is an option of cascade, ", ", not of the method in use"]),
     "no command": (("--bogus",), ["unknown option '--bogus'; known: accelerate", "tune (see eyas --help)"]),
     "an unknown user's folder": ((*ASK, "--draft", "~no-such-user/head"), ["write the path in full"]),
     "a name that no file can have": ((*ASK, "--draft", "head" * 99), ["headhead", "file name too long"]),

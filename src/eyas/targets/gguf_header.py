@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +69,20 @@ def read_header(path: Path) -> Header:
     """Read settings and places of tensors.
 
     Raises:
-        ValueError: it is not a GGUF file, or of a version or byte order that is not read.
+        ValueError: it is not a GGUF file, or of a version or byte order that is not read, or its end is missing.
         struct.error, IndexError, UnicodeDecodeError: the file is damaged.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(data).header(path.name)
+
+
+def _end(tensor: Stored) -> int:
+    """Return the place after a tensor's bytes. Of a type that the package gguf does not know: its beginning."""
+    from gguf import GGML_QUANT_SIZES
+
+    sizes: dict[int, tuple[int, int]] = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+    numbers, width = sizes.get(tensor.kind, (1, 0))
+    return tensor.offset + prod(tensor.shape) // numbers * width
 
 
 def _is_strings(value: Any) -> bool:
@@ -103,7 +113,10 @@ class _Reader:
         stored = [self.tensor() for _ in range(tensors)]
         alignment = values.get("general.alignment", ALIGNMENT)
         begin = -(-self.at // alignment) * alignment
-        return Header(values, [tensor._replace(offset=begin + tensor.offset) for tensor in stored], parts, version)
+        placed = [tensor._replace(offset=begin + tensor.offset) for tensor in stored]
+        if cut := next((tensor.name for tensor in placed if _end(tensor) > len(self.data)), None):
+            raise ValueError(f"{name} ends before its tensor {cut}: the file is cut off")
+        return Header(values, placed, parts, version)
 
     def number(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)

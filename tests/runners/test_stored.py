@@ -110,7 +110,7 @@ def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> N
 
 
 def test_the_text_model_of_a_checkpoint_with_images(tmp_path: Path) -> None:
-    """Guards Qwen3.5 as it is published: its text model alone, by names within the whole model, as transformers loads it."""
+    """Guards published files of Qwen3.5. They hold a model with images; eyas takes the text model out, as transformers does."""
     text = zoo.tiny("qwen3_5_text", **SIZES).config.to_dict()
     images = {
         "depth": 1,
@@ -130,7 +130,7 @@ def test_the_text_model_of_a_checkpoint_with_images(tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    """Guards Qwen3.5 with experts as it is published: a tensor of all experts, which transformers writes apart."""
+    """Guards published files of Qwen3.5 with experts. One tensor holds all experts; transformers writes a tensor for each."""
     model = zoo.tiny("qwen3_5_moe_text", **SIZES, **MOE, shared_expert_intermediate_size=64)
     model.config.save_pretrained(tmp_path)
     weights = {name.replace("model.", "model.language_model."): x for name, x in model.state_dict().items()}

@@ -246,7 +246,7 @@ class Pass:
     counts: Sequence[int] = ()
     """How many of its Q new nodes each row has; x holds these alone, row after row. (): all."""
     states: States | None = None
-    """Of the cache's rows, if layers have states."""
+    """The states of the cache's rows; None: no layer has a state."""
     prompt: bool = False
     """The new nodes are a chunk of a prompt; layers with states commit them."""
 

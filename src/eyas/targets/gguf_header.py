@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,12 +77,17 @@ def read_header(path: Path) -> Header:
         return _Reader(data).header(path.name)
 
 
-def _end(tensor: Stored) -> int:
-    """Return the place after a tensor's bytes. Of a type that the package gguf does not know: its beginning."""
+@cache
+def _blocks() -> dict[int, tuple[int, int]]:
+    """Return the numbers and the bytes of a block, by the type's number."""
     from gguf import GGML_QUANT_SIZES
 
-    sizes: dict[int, tuple[int, int]] = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
-    numbers, width = sizes.get(tensor.kind, (1, 0))
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+
+
+def _end(tensor: Stored) -> int:
+    """Return the place after a tensor's bytes, or the tensor's beginning if the package gguf does not know its type."""
+    numbers, width = _blocks().get(tensor.kind, (1, 0))
     return tensor.offset + prod(tensor.shape) // numbers * width
 
 

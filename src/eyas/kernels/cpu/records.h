@@ -49,7 +49,7 @@ struct Experts {
 // a short convolution alone.
 struct StateLayer {
     int64_t key_heads, value_heads, key_dim, value_dim;
-    int64_t channels, taps;  // of the convolution; 0 taps: there is no such layer
+    int64_t channels, taps;  // of the convolution; with 0 taps the layer has attention instead
     const float* conv;       // [taps][channels], the oldest input first
     const float* conv_bias;  // [channels], or null
     // of value heads: the decay is exp(rate * softplus(a + step_bias)); the norm's weight
@@ -70,8 +70,8 @@ struct Layer {
     const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
     StateLayer state;                               // instead of attention
     int64_t place;                                  // among the layers with attention, or with state
-    // of an expert that all tokens go through beside those of their own, times the sigmoid of
-    // x * shared_gate [hidden]; null: none
+    // The shared expert reads every token, in addition to the token's own experts. Its output is
+    // multiplied by the sigmoid of x * shared_gate [hidden]. null: there is no shared expert
     Matrix shared_gate_up, shared_down;
     const float* shared_gate;
 };

@@ -15,7 +15,8 @@
 
 #include "linear.h"
 
-constexpr int64_t COMMITTED = -1, NONE = -2;  // places of a state that are no buffer
+// Two values that stand in the place of a buffer's number
+constexpr int64_t COMMITTED = -1, NONE = -2;
 constexpr int64_t MAX_TAPS = 8;               // of a convolution
 // independent sums hide the latency; as many as registers hold
 constexpr int64_t STATE_SUMS = LANES == 16 ? 4 : 2;
@@ -56,7 +57,7 @@ struct Walk {
     }
 };
 
-// What a pass knows of one row's states in one layer.
+// The states of one row in one layer, as a pass reads and writes them.
 struct RowState {
     const StateLayer& layer;
     const Shape& s;

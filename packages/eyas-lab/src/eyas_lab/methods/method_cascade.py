@@ -5,8 +5,8 @@
 
 **Vertical cascade** (section 3.1 of the first paper; section 3.2 of the second). A pass of the small model reads, after each node of
 the tree, the tokens that followed the same n-gram earlier in the text (Max-Gram: the longest match). If the small
-model then drafts these tokens, it has read them already, and the level needs no pass. The tree is the one that the
-small model drafts alone, with fewer passes.
+model then drafts these tokens, their level needs no pass, because the small model has read them. The small model drafts
+the same tree without n-grams, with more passes.
 
 **Horizontal cascade** (section 3.2 of the first paper). Later tokens are accepted less often, so the cheapest drafter
 drafts them: `tail` tokens by n-grams follow the deepest node of the small model.

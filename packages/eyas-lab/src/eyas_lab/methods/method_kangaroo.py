@@ -10,8 +10,8 @@ stays as it is. The adapter learns the target's distribution at every token (equ
 **Double early exiting** (section 3.3): the first exit is after `exit` layers. The second ends drafting after a token to
 which the draft gives less than `confidence`.
 
-The draft model is a view of the target (`_skip.py`) with a cache of its own for its few layers. The paper shares the
-target's cache for them, which saves reading the prompt twice; the drafts are the same.
+The draft model is a view of the target (`_skip.py`). Its few layers have a cache of their own, so they read the prompt
+again. The paper shares the target's cache and reads the prompt once. Both ways give the same drafts.
 """
 
 from __future__ import annotations

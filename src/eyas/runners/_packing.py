@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = ["Packing", "check_fit", "packing_of", "weights_that_fit"]
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 PAGE = 4096  # bytes; a matrix begins at a multiple
+PIECE = 1 << 26  # bytes that a thread reads at a time
 ORDER = [Path(__file__), Path(__file__).with_name("_decoders.py")]  # which say what lies where in a packed file
 COPIED_SHARE = 0.5  # of the free memory, up to which weights are copied
 RESERVE = 1 << 30  # bytes that a process takes besides weights, keys and values
@@ -67,9 +69,7 @@ class PackedFile:
             if asked or size > COPIED_SHARE * psutil.virtual_memory().available:
                 mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE)  # writable, as tensors want it
                 return torch.from_numpy(np.frombuffer(mapped, np.uint8))
-            memory = kernels.huge_pages(size)
-            stream.readinto(memory.numpy().data)
-            return memory
+            return _copied(stream.fileno(), size)
 
     def __call__(self, size: int) -> Tensor:
         """Return memory for the next matrix: in the file, as long as the disk has room."""
@@ -101,6 +101,24 @@ class PackedFile:
             os.close(self._number)
             self._number = -1
         self._temporary.unlink(missing_ok=True)
+
+
+def _copied(number: int, size: int) -> Tensor:
+    """Return the bytes of an open file in huge pages. Threads share the work: one alone waits for new pages of memory."""
+    memory = kernels.huge_pages(size)
+    into = memory.numpy().data
+
+    def read(begin: int) -> None:
+        end = min(begin + PIECE, size)
+        while begin < end:
+            count = os.preadv(number, [into[begin:end]], begin)
+            if not count:
+                raise OSError(f"the file of packed weights ends at byte {begin:,} of {size:,}")
+            begin += count
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(read, range(0, size, PIECE)))
+    return memory
 
 
 class Packing:

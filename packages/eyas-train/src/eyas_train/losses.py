@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from eyas_train.objectives import OBJECTIVES, Objective
 __all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
+CACHED_ELEMENTS = 1 << 18  # logits that a CPU treats at a time: 1 MiB in float32
 
 
 def smooth_l1(predicted_MD: Tensor, true_MD: Tensor, weight_M: Tensor | None = None) -> Tensor:
@@ -228,9 +230,8 @@ class _LossThroughDraftHead(torch.autograd.Function):
             if low == high:
                 continue
             rows_n = order_K[low:high]  # the predictions that are compared with this chunk of positions
-            best_C, p_Cv, share_C = _restrict(
-                target_logits(slice(first, min(positions, first + chunk_rows))), draft_ids_v
-            )
+            true_CV = target_logits(slice(first, min(positions, first + chunk_rows)))
+            best_C, p_Cv, share_C = _by_rows(lambda true_bV: _restrict(true_bV, draft_ids_v), true_CV)
             row_n = position_K[rows_n] - first
             hidden_nD, best_n = hidden_KD[rows_n], best_C[row_n]
             if isinstance(head, Tensor):
@@ -240,17 +241,16 @@ class _LossThroughDraftHead(torch.autograd.Function):
                     graph_nv = head.logits(hidden_nD.requires_grad_(needs_grad))
                 logits_nv = graph_nv.detach()
             is_counted_n = best_n >= 0
-            loss_n, overlap_n, grad_nv = objective(
-                p_Cv[row_n], share_C[row_n], _at_least_float32(logits_nv).log_softmax(-1)
+            loss_n, overlap_n, guess_n, grad_nv = _by_rows(
+                partial(_compare, objective, p_Cv, share_C), logits_nv, row_n, weight_K[rows_n] * is_counted_n
             )
             loss_K[rows_n], overlap_K[rows_n] = loss_n * is_counted_n, overlap_n * is_counted_n
-            is_correct_K[rows_n] = (logits_nv.argmax(-1) == best_n) & is_counted_n
+            is_correct_K[rows_n] = (guess_n == best_n) & is_counted_n
             is_counted_K[rows_n] = is_counted_n
             if needs_grad:
-                grad_nv = grad_nv.mul_((weight_K[rows_n] * is_counted_n)[:, None]).to(logits_nv.dtype)
                 if isinstance(head, Tensor):
                     grad_hidden_nD = grad_nv @ head
-                    grad_head_vD.addmm_(grad_nv.T.to(dtype), hidden_nD.to(dtype))
+                    grad_head_vD += grad_nv.T @ hidden_nD.to(grad_nv.dtype)
                 else:
                     (grad_hidden_nD,) = torch.autograd.grad(graph_nv, hidden_nD, grad_nv)
                 grad_hidden_KD[rows_n] = grad_hidden_nD.to(grad_hidden_KD.dtype)
@@ -266,11 +266,31 @@ class _LossThroughDraftHead(torch.autograd.Function):
         return grad_hidden_KD * outer.to(grad_hidden_KD.dtype), grad_head, *[None] * 8
 
 
+def _compare(
+    objective: Objective, p_Cv: Tensor, share_C: Tensor, logits_nv: Tensor, row_n: Tensor, weight_n: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss [n], the overlap [n], the draft's most likely token [n], and the gradient of the weighted loss with
+    respect to the logits [n, v]. Prediction i is compared with row_n[i] of p."""
+    exact_nv = _at_least_float32(logits_nv)
+    loss_n, overlap_n, grad_nv = objective(p_Cv[row_n], share_C[row_n], exact_nv.log_softmax(-1))
+    return loss_n, overlap_n, _argmax(exact_nv), grad_nv.mul_(weight_n[:, None]).to(logits_nv.dtype)
+
+
+def _by_rows(function: Callable[..., tuple[Tensor, ...]], logits_nV: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return function(logits, *others), which treats each row alone. A CPU gets few rows at a time, because their numbers
+    stay in its cache from one operation to the next: 3 to 5 times as fast."""
+    n, V = logits_nV.shape
+    rows = _rows_in(CACHED_ELEMENTS, V) if logits_nV.device.type == "cpu" else n
+    parts = [function(*part) for part in _chunks(rows, logits_nV, *others)]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
 def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target's most likely token as a draft id [C] (-1: not in the draft vocabulary), and p over the
     draft vocabulary [C, v]. The third value is the share of the target's distribution that is in there [C].
     """
-    best_C, true_CV = true_CV.argmax(-1), _at_least_float32(true_CV)
+    true_CV = _at_least_float32(true_CV)
+    best_C = _argmax(true_CV)
     if draft_ids_v is None:
         return best_C, true_CV.softmax(-1), true_CV.new_ones(len(true_CV))
     draft_id_C = torch.searchsorted(draft_ids_v, best_C).clamp(max=len(draft_ids_v) - 1)
@@ -278,6 +298,12 @@ def _restrict(true_CV: Tensor, draft_ids_v: Tensor | None) -> tuple[Tensor, Tens
     known_Cv = true_CV[:, draft_ids_v]
     share_C = (known_Cv.logsumexp(-1) - true_CV.logsumexp(-1)).exp()
     return torch.where(is_known_C, draft_id_C, -1), known_Cv.softmax(-1), share_C
+
+
+def _argmax(values_nV: Tensor) -> Tensor:
+    """Return the first index of each row's largest number. On a CPU numpy is ten times as fast as torch."""
+    on_cpu = values_nV.device.type == "cpu"
+    return torch.from_numpy(values_nV.numpy().argmax(-1)) if on_cpu else values_nV.argmax(-1)
 
 
 def _default_chunk_elements(device: torch.device, elements_per_position: int) -> int:

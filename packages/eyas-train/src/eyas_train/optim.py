@@ -3,7 +3,13 @@ rest.
 
 Muon (Jordan 2024) makes the update of a matrix orthogonal. Scaled to the size of AdamW's updates
 (Liu et al. 2025, arXiv 2502.16982) it takes the same learning rate. It is not meant for tables over
-a vocabulary, nor for vectors: those stay with AdamW. This module knows no method.
+a vocabulary, nor for vectors: those stay with AdamW.
+
+An update is as small as its matrix (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235, section 8). A fitted head begins
+with a matrix of small numbers, which reads features of hundreds, and with one of zeros, whose output is added to small
+states: at the same learning rate as the others they make the head worse than it began.
+
+This module knows no method.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from eyas_train.config import TrainConfig
 
 __all__ = ["HeadOptimizer"]
 
+USUAL_SIZE = 0.03  # root mean square of a matrix's numbers from which on it takes the whole learning rate
+LEAST_SHARE = 0.03  # of the learning rate, for a matrix of zeros
 VOCABULARY_TABLES = frozenset({"head", "lm_head", "embed", "embed_tokens"})  # names of modules
 
 
@@ -38,13 +46,20 @@ class HeadOptimizer:
         self.optimizers: list[torch.optim.Optimizer] = []
         if for_muon:
             muon = torch.optim.Muon(
-                for_muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+                [{"params": [value]} for value in for_muon],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             )
             self.optimizers.append(muon)
         if for_adamw:
             fused = device.type in ("cpu", "cuda")
             adamw = torch.optim.AdamW(
-                for_adamw, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+                [{"params": [value]} for value in for_adamw],
+                lr=config.lr,
+                betas=config.betas,
+                weight_decay=config.weight_decay,
+                fused=fused,
             )
             self.optimizers.append(adamw)
 
@@ -61,10 +76,12 @@ class HeadOptimizer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self, lr: float) -> None:
-        """Update the weights."""
+        """Update the weights: matrices of small numbers by less."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        sizes = torch.stack([_size(group["params"][0]) for group in groups]).tolist()  # read from the device once
+        for group, size in zip(groups, sizes, strict=True):
+            group["lr"] = lr * min(1.0, max(LEAST_SHARE, size / USUAL_SIZE))
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -95,3 +112,13 @@ class HeadOptimizer:
                 if int(owner) == number:
                     state.setdefault(int(i), {})[name] = value
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+@torch.no_grad()
+def _size(value: Tensor) -> Tensor:
+    """Return the root mean square of a matrix, which may be a shard; for a vector the usual size."""
+    if value.ndim != 2:
+        return torch.full((), USUAL_SIZE, dtype=torch.float32, device=value.device)
+    norm: Any = value.norm()
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole.float() / math.sqrt(value.numel())

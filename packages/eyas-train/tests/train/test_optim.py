@@ -35,7 +35,7 @@ def test_muon_is_for_the_matrices_inside() -> None:
     assert head.net is not None
     named = {id(value): name for name, value in head.net.named_parameters()}
     muon, adamw = HeadOptimizer(head.net, TrainConfig(optimizer="muon"), torch.device("cpu")).optimizers
-    groups = [{named[id(value)] for value in part.param_groups[0]["params"]} for part in (muon, adamw)]
+    groups = [{named[id(value)] for group in part.param_groups for value in group["params"]} for part in (muon, adamw)]
     assert {"fc.weight", "layer.attention.q.weight", "layer.mlp.down.weight"} <= groups[0]
     norms = {f"layer.{name}_norm.weight" for name in ("mlp", "embed", "hidden")}
     assert groups[1] == norms | {"head.weight", "norm.weight"}
@@ -52,6 +52,22 @@ def test_muon_takes_steps_of_the_size_of_adamws() -> None:
         net.weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         optimizer.step(1e-2)
         assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(2e-3, rel=0.3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_is_as_small_as_its_matrix(optimizer: Any) -> None:
+    """Otherwise a fitted head is worse after some steps than at its start."""
+    net = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("usual", "small", "zero")})
+    for name, size in (("usual", 0.06), ("small", 0.006), ("zero", 0.0)):
+        nn.init.normal_(net[name].weight, std=size, generator=torch.Generator().manual_seed(1))
+        net[name].weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+        net[name].bias.grad = torch.ones(64)
+    before = {name: value.detach().clone() for name, value in net.named_parameters()}
+    HeadOptimizer(net, TrainConfig(optimizer=optimizer), torch.device("cpu")).step(1e-2)
+    moved = {name: float((value.detach() - before[name]).norm()) for name, value in net.named_parameters()}
+    assert moved["small.weight"] == pytest.approx(0.2 * moved["usual.weight"], rel=0.05)
+    assert moved["zero.weight"] == pytest.approx(0.03 * moved["usual.weight"], rel=0.05)
+    assert moved["zero.bias"] == pytest.approx(moved["usual.bias"])
 
 
 @pytest.mark.slow

@@ -287,6 +287,8 @@ def _kernels(target: Target) -> dict[str, Any]:
         if "do not know the family" in str(why):
             return {"kernels": False}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    if config.model_type == "gemma4_text":
+        sizes["vocab_size_per_layer_input"] = zoo.VOCAB
     try:
         make_cpu_runner(Target(zoo.tiny(config.model_type, eager=config._attn_implementation == "eager", **sizes)))
     except UnsuitedError as why:

@@ -44,7 +44,7 @@ NEW = 20  # tokens of an answer
 
 # What the kernels treat differently: norms of heads, biases, windows (all layers, or every other one), head sizes, heads
 # that share keys (26: more than are read together), inputs after which rows are copied (512), or pass in blocks (2816),
-# sinks and experts.
+# sinks and experts; heads of two sizes, shared keys, numbers of tokens for layers (Gemma 4).
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "intermediate_size": 96},
     "mistral": {"head_dim": 32, "intermediate_size": 512, "sliding_window": zoo.WINDOW},
@@ -53,6 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "sliding_window": zoo.WINDOW, "layer_types": ["sliding_attention", "full_attention"],
     },
     "qwen3": {"head_dim": 128, "num_attention_heads": 26, "num_key_value_heads": 1, "intermediate_size": 2816},
+    "gemma4_text": {
+        "num_hidden_layers": 4, "head_dim": 256, "global_head_dim": 512, "intermediate_size": 96, **zoo.MIXED,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": zoo.VOCAB,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
     "gpt_oss": {
         "eager": True, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 96, "sliding_window": zoo.WINDOW,
         "layer_types": ["sliding_attention", "full_attention"], **zoo.EXPERTS,
@@ -75,7 +80,7 @@ def model(family: str) -> Target:
     bit, and a number that is zero otherwise is 2^-22, which bfloat16 keeps. So the last bits of a logit say which of the
     two is emitted."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
-    made = zoo.tiny(family, **sizes, **MODELS[family])
+    made = zoo.tiny(family, **sizes | MODELS[family])
     with torch.no_grad():
         head = made.lm_head.weight
         half = len(head) // 2

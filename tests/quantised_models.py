@@ -22,6 +22,7 @@ __all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_pa
 
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "qwen3_moe": "qwen3moe",
 }  # of GGUF files, where they have another name
@@ -183,20 +184,23 @@ def write_gguf(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if family != "gemma4_text":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     eps = next(getattr(config, name) for name in EPSILONS if hasattr(config, name))
     writer.add_layer_norm_eps(eps) if family in LAYER_NORMS else writer.add_layer_norm_rms_eps(eps)
-    writer.add_key_length(config.head_dim)
     writer.add_sliding_window(zoo.WINDOW)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     if family == "qwen3_moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "gemma4_text":
+        set_gemma_4(writer, config)
     if family == "gpt_oss":
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -241,7 +245,7 @@ def write_gguf(
                     writer.add_tensor(f"{there}.weight", gguf.quants.quantize(data, form), raw_dtype=form)
             continue
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        there += ".weight" if name.endswith("sinks") else ""
+        there += ".weight" if name.endswith(("sinks", "layer_scalar")) else ""
         if array.ndim == 2 and not there.endswith("ffn_gate_inp.weight"):
             own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
             form = gguf.GGMLQuantizationType[own]
@@ -252,6 +256,29 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def set_gemma_4(writer: Any, config: Any) -> None:
+    """Write what llama.cpp's converter writes for Gemma 4 alone."""
+    is_sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    of_layers = list(config.per_layer_config)
+    near, full = (of_layers[is_sliding.index(kind)] for kind in (True, False))
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(is_sliding)
+    for width, add in ((full.head_dim, writer.add_key_length), (near.head_dim, writer.add_key_length_swa)):
+        add(width)
+    wide = 2 if config.use_double_wide_mlp else 1
+    writer.add_feed_forward_length(
+        [config.intermediate_size * (wide if n >= first_shared else 1) for n in range(config.num_hidden_layers)]
+    )
+    writer.add_head_count_kv([one.num_key_value_heads for one in of_layers])
+    writer.add_rope_freq_base_swa(5000.0)
+    writer.add_final_logit_softcapping(30.0)
+    rotated = full.head_dim // 8
+    factors = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def _intx(library: Any) -> Any:

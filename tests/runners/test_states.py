@@ -22,6 +22,7 @@ from runners.test_cpu import ids, model, with_cpu_kernels
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2")
+GEMMA4 = ("gemma4_text of E2B", "gemma4_text of 26B")  # without states; keys of two sizes
 PROMPT, MORE = ids(40), ids(12, 12)
 TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 2, 4, 5, 3]]), 5)
 TREE_TOKENS, PATH = [7, 8, 9, 10, 11, 12, 13, 14], [0, 2, 4, 5]  # a path that is not the first nodes
@@ -47,7 +48,7 @@ def chain(session: TargetSession, tokens: list[int], row: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", ["exact", "int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *GEMMA4])
 def test_a_token_has_the_same_bits_in_every_pass(family: str, weights: Any) -> None:
     """Guards the order of operations: prompts in one piece or in several, chains, trees, levels of a tree one by one,
     accepted paths."""
@@ -103,6 +104,28 @@ def test_rows_are_cut_and_copied(family: str) -> None:
     assert torch.equal(chain(session, MORE)[-1], target.open(1).prefill(0, PROMPT + MORE))
     session.truncate(0, 0)
     assert torch.equal(session.prefill(0, MORE), target.open(1).prefill(0, MORE))
+
+
+@pytest.mark.parametrize("family", GEMMA4)
+@torch.inference_mode()
+def test_rows_with_keys_of_two_sizes_are_cut_and_copied(family: str) -> None:
+    """Guards both caches, in bfloat16: accepted paths, cuts within the window, before it and to nothing, copies."""
+    plain = Target(model(family))
+    target = plain.run_with(CpuRunner(plain, WeightFormat(kv="bfloat16")))
+    session = target.open(3)
+    for row in range(2):
+        session.prefill(row, PROMPT)
+    session.forward(torch.tensor([TREE_TOKENS] * 3), Tree.build(TREE.parents_BN.expand(3, -1).contiguous(), 5))
+    accept(session, PATH)
+    chain(session, MORE, row=1)
+    text = text_of(PATH)
+    for length in (len(text), len(text) - 2, len(PROMPT) - 3, 5, 0):
+        session.copy(0, 2, length)
+        session.truncate(0, length)
+        expected_V = target.open(1).prefill(0, text[:length] + MORE)
+        for row in (2, 0):
+            assert torch.equal(chain(session, MORE, row)[-1], expected_V)
+    assert torch.equal(chain(session, MORE, 1)[-1], target.open(1).prefill(0, PROMPT + MORE))
 
 
 def test_other_state_layers_are_left_to_the_model() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3_5Config
+from transformers import AutoModelForImageTextToText, Gemma4Config, PreTrainedModel, Qwen3_5Config
 
 import eyas
 import zoo
@@ -44,6 +44,11 @@ print(type(llm.target.family.head).__name__)
 """
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GEMMA4 = {  # layers of every kind: the last ones read keys of earlier ones, and all read numbers of each token
+    **zoo.MIXED, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": zoo.VOCAB, "num_experts": 4, "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
 TOKENS = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 
 
@@ -93,7 +98,8 @@ def scores(llm: eyas.LLM, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> None:
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
-    more = MOE if "moe" in family or family == "qwen3_next" else {}
+    more: dict[str, Any] = dict(MOE) if "moe" in family or family == "qwen3_next" else {}
+    more |= GEMMA4 if family == "gemma4_text" else {"global_head_dim": 32} if "gemma4" in family else {}
     eager = family in ("gemma2", "gpt_oss")
     place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=eager, **more)
     llm, plain = load(place), load(place, kernels="off", dtype="float32")
@@ -127,6 +133,23 @@ def test_the_text_model_of_a_checkpoint_with_images(tmp_path: Path) -> None:
     assert stored_in(llm.target.model) is not None
     assert type(llm.target.model) is type(plain.target.model)
     torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_4_with_images(tmp_path: Path) -> None:
+    """Guards published files of Gemma 4: the text model by the kernels, from its files and inside of the whole model."""
+    text = zoo.tiny("gemma4_text", **SIZES, **GEMMA4, tie_word_embeddings=True, pad_token_id=0).config.to_dict()
+    model = AutoModelForImageTextToText.from_config(Gemma4Config(text_config=text))
+    zoo._initialise(model, 0)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    ids = torch.randint(
+        3, zoo.VOCAB, (40,), generator=torch.Generator().manual_seed(0)
+    ).tolist()  # longer than the window
+    llm, plain = load(tmp_path), load(tmp_path, kernels="off")
+    assert llm.target.runner.name == "kernels"
+    assert stored_in(llm.target.model) is not None
+    torch.testing.assert_close(scores(llm, ids), scores(plain, ids), rtol=1e-4, atol=1e-4)
+    whole = plain.target.run_with(cpu.make_cpu_runner(plain.target))
+    torch.testing.assert_close(whole.open(1).prefill(0, ids), scores(plain, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
@@ -169,6 +192,53 @@ def test_gguf_files_of_families(family: str, tmp_path: Path) -> None:
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None
     torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["31B", "E2B"])
+def test_gguf_files_of_gemma_4(form: str, tmp_path: Path) -> None:
+    """Guards settings that transformers does not read: heads of two sizes, keys that are values, shared keys, angles,
+    factors of layers, numbers of tokens for layers. Expected: the random model with the numbers of the file."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    own_options = {
+        "31B": {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        "E2B": {**GEMMA4, "enable_moe_block": False, "num_experts": None},
+    }[form]
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0}
+    options: dict[str, Any] = zoo.MIXED | own_options | {
+        "global_head_dim": 32, "vocab_size_per_layer_input": len(TOKENS), "tie_word_embeddings": True, "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    }  # fmt: skip
+    write_gguf(tmp_path / "model.gguf", "Q8_0", family="gemma4_text", tokens=TOKENS, **options)
+    llm = load(tmp_path / "model.gguf")
+    own = zoo.tiny("gemma4_text", **SIZES, vocab_size=len(TOKENS), **options)
+    form_of_file = GGMLQuantizationType["Q8_0"]
+    for weight in own.parameters():
+        if weight.ndim == 2:
+            weight.data.copy_(torch.from_numpy(dequantize(quantize(weight.data.numpy(), form_of_file), form_of_file)))
+    assert llm.target.runner.name == "kernels"
+    ids = torch.arange(60) % len(TOKENS)
+    with torch.inference_mode():
+        expected, stored = (one(ids[None]).logits[0, -1] for one in (own, llm.target.model))
+    torch.testing.assert_close(scores(llm, ids.tolist()), expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=3e-5)
+
+
+def test_a_gguf_file_of_gemma_4_with_experts(tmp_path: Path) -> None:
+    """Guards the one line that refuses it, instead of a model without its experts."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_expert_count(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"model\.gguf: it has experts"):
+        load(tmp_path / "model.gguf")
 
 
 def test_a_gguf_file_of_gpt_oss(tmp_path: Path) -> None:

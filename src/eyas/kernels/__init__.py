@@ -17,7 +17,18 @@ from eyas.formats import EXACT, ThreadCount, WeightFormat
 from eyas.kernels._build import UnavailableError, library, outcome
 from eyas.kernels._cycle import commit, draw, follow, gumbel
 from eyas.kernels._grow import Grown, Net, Pending, TreeOptions, grow
-from eyas.kernels._layers import ACTIVATIONS, HEAD_DIMS, Experts, Layer, Layers, LayerSizes, Pass, StateLayer, States
+from eyas.kernels._layers import (
+    ACTIVATIONS,
+    HEAD_DIMS,
+    Experts,
+    Layer,
+    Layers,
+    LayerSizes,
+    Pass,
+    StateLayer,
+    States,
+    TokenInput,
+)
 from eyas.kernels._linear import (
     Matrix,
     has_amx,
@@ -53,6 +64,7 @@ __all__ = [
     "StateLayer",
     "States",
     "ThreadCount",
+    "TokenInput",
     "TreeOptions",
     "UnavailableError",
     "WeightFormat",

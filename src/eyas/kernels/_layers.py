@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from itertools import count as numbers_from
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,12 @@ from eyas.kernels._build import library
 from eyas.kernels._linear import Matrix, ThreadCount, count, lanes
 from eyas.kernels._records import KINDS, address, floats
 
-__all__ = ["ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass", "StateLayer", "States"]
+__all__ = [
+    "ACTIVATIONS", "HEAD_DIMS", "Experts", "Layer", "LayerSizes", "Layers", "Pass", "StateLayer", "States", "TokenInput",
+]  # fmt: skip
 
 MAX_PAIRS, SMALL_BATCH = 24, 32  # as in cpu/vectors.h
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)  # the head sizes that attention is compiled for
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)  # the head sizes that attention is compiled for
 # of MLPs, as in cpu/tiles.h; gelu by tanh
 ACTIVATIONS = {"silu_gated": 2, "gelu_gated": 3, "gelu": 4, "relu2": 5, "clamped_gated": 6}
 HEAD_NORMS = ("before", "after", "whole")  # RoPE, or of all heads as one; as in cpu/records.h
@@ -85,6 +89,9 @@ class Experts:
         gate_up: of each expert, as in `Layer`.
         top: experts of a token.
         normed: a token's weights sum to 1; otherwise they are probabilities among all experts.
+        norms: weights, where a layer has a dense MLP too: of the norms of the experts' inputs, of the router's, and of the
+            outputs of experts and MLP.
+        factor_E: of each expert's weight.
     """
 
     router: Matrix
@@ -92,11 +99,16 @@ class Experts:
     down: tuple[Matrix, ...]
     top: int
     normed: bool
+    norms: tuple[Tensor, ...] = ()
+    factor_E: Tensor | None = None
 
     @cached_property
     def record(self) -> _records.Experts:
         arrays = [(_records.Matrix * len(one))(*(m.record for m in one)) for one in (self.gate_up, self.down)]
         made = _records.Experts(self.router.record, *map(addressof, arrays), len(self.gate_up), self.top, self.normed)
+        if self.norms:
+            made.norm, made.router_norm, made.output_norm, made.dense_norm = map(address, self.norms)
+            made.factors = address(self.factor_E)
         made.arrays = arrays  # they live as long as the record
         return made
 
@@ -143,6 +155,21 @@ class StateLayer:
 
 
 @dataclass(frozen=True)
+class TokenInput:
+    """How a layer reads the numbers that each token has for it, from number `begin` on (`Pass.inputs_MX`). They are
+    multiplied by gates, gelu(gate * x). The norm of their projection is added to x."""
+
+    gate: Matrix
+    projection: Matrix
+    norm: Tensor
+    begin: int
+
+    @property
+    def record(self) -> _records.TokenInput:
+        return _records.TokenInput(self.gate.record, self.projection.record, address(self.norm), self.begin)
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer's weights.
 
@@ -153,11 +180,16 @@ class Layer:
         k: keys, and `v` values, if they are not in `qkv`.
         attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
-        experts: instead of `gate_up` and `down`.
+        experts: instead of `gate_up` and `down`; with these, too, if they have norms.
         sinks: [heads]; each adds a score to the sum of its head's softmax, and no value.
         state: instead of attention; `qkv` and `o` are then its projections.
         shared: the two matrices of an expert that all tokens go through, as in `gate_up` and `down`.
         shared_gate_D: its output is multiplied by the sigmoid of the product with the layer's input.
+        sizes: of a layer whose heads differ from the others'; None: it has the common sizes.
+        store: which of the pass's caches has its keys and values.
+        lender: number of the earlier layer whose keys and values it reads; `qkv` then holds queries alone.
+        v_norm: weight of the norm of values.
+        factor: of the layer's output.
     """
 
     qkv: Matrix
@@ -181,12 +213,19 @@ class Layer:
     state: StateLayer | None = None
     shared: tuple[Matrix, Matrix] | None = None
     shared_gate_D: Tensor | None = None
+    sizes: LayerSizes | None = None
+    store: int = 0
+    lender: int | None = None
+    v_norm: Tensor | None = None
+    input: TokenInput | None = None
+    factor: float = 1.0
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         """All of them, without experts that tokens choose."""
         own = (self.qkv, self.k, self.v, self.o, self.gate_up, self.down)
-        return tuple(m for m in (*own, *(self.shared or ())) if m is not None)
+        of_input = () if self.input is None else (self.input.gate, self.input.projection)
+        return tuple(m for m in (*own, *(self.shared or ()), *of_input) if m is not None)
 
     @property
     def record(self) -> _records.Layer:
@@ -196,7 +235,13 @@ class Layer:
         more = map(address, (self.norm_bias, self.mlp_norm_bias, self.attention_norm, self.output_norm))
         experts = None if self.experts is None else addressof(self.experts.record)
         state = _records.StateLayer() if self.state is None else self.state.record
-        made = _records.Layer(*records, *norms, self.window, *more, self.rope, experts, address(self.sinks), state)
+        made = _records.Layer(
+            _records.LayerSizes(), *records, *norms, self.window, *more, self.rope, experts, address(self.sinks), state
+        )
+        made.store, made.borrows, made.v_norm = self.store, self.lender is not None, address(self.v_norm)
+        made.factor = self.factor
+        if self.input is not None:
+            made.input = self.input.record
         if self.shared is not None:
             made.shared_gate_up, made.shared_down = (matrix.record for matrix in self.shared)
             made.shared_gate = address(self.shared_gate_D)
@@ -249,6 +294,10 @@ class Pass:
     """The states of the cache's rows; None: no layer has a state."""
     prompt: bool = False
     """The new nodes are a chunk of a prompt; layers with states commit them."""
+    other_stores: Sequence[Tensor] = ()
+    """Caches like `store` for layers with other heads, by `Layer.store` from 1 on."""
+    inputs_MX: Tensor | None = None
+    """float32: the numbers that tokens have for layers (`TokenInput`)."""
 
 
 class Layers:
@@ -259,12 +308,20 @@ class Layers:
         self.layers = tuple(layers)
         self.threads = threads
         self._shape = shape.record
-        self._shape.stride = max([shape.projected, *(layer.qkv.padded for layer in layers)])
+        every = [layer.sizes or shape for layer in layers]
+        self._shape.stride = max(
+            max(sizes.projected, layer.qkv.padded) for sizes, layer in zip(every, layers, strict=True)
+        )
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
         self.states = [layer.state for layer in layers if layer.state is not None]
-        places = numbers_from(), numbers_from()
-        for record, layer in zip(self._records, layers, strict=True):
-            record.place = next(places[layer.state is not None])
+        places = defaultdict[tuple[bool, int], Iterator[int]](numbers_from)
+        for record, layer, sizes in zip(self._records, layers, every, strict=True):
+            record.shape = sizes.record
+            record.shape.stride = self._shape.stride
+            if layer.lender is None:
+                record.place = next(places[layer.state is not None, layer.store])
+            else:
+                record.place = self._records[layer.lender].place
         self._experts = [layer.experts for layer in layers if layer.experts is not None]
         self._buffers: dict[str, Tensor] = {}
         self._addresses: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by tokens, threads, score stride
@@ -304,29 +361,30 @@ class Layers:
         with self.lock:
             record, cache, kept = self._prepare(forward)
             pointers = (c_void_p(address(input_MI)), c_void_p(address(x_MD)))
-            library().eyas_draft_layer(self._records, *map(byref, (self._shape, record, cache)), *pointers)
+            library().eyas_draft_layer(self._records, *map(byref, (record, cache)), *pointers)
             del kept
 
-    def _prepare(self, forward: Pass) -> tuple[_records.Pass, _records.KVCache, tuple[Tensor | None, ...]]:
-        """Return the records of a pass, and the tensors that must live as long as they do."""
+    def _prepare(self, forward: Pass) -> tuple[_records.Pass, Any, tuple[Tensor | None, ...]]:
+        """Return the records of a pass and of its caches, and the tensors that must live as long as they do."""
         R, Q = forward.position_RQ.shape
         T, store = forward.visible_RQT.shape[-1], forward.store
-        size = store.element_size()
-        entry, row, head, slot, _ = (stride * size for stride in store.stride())
         threads = count(self.threads)
         score_stride = -(-store.shape[3] // lanes()) * lanes() + 2 * lanes()
         masks = (forward.visible_RQT, forward.visible_in_window_RQT)
         begin = _integers([0, *accumulate(forward.counts)]) if forward.counts else None
         integers, angles = (begin, forward.length_R, forward.position_RQ), (forward.cosine, forward.sine)
-        begin_R = _integers([b * row for b in forward.rows])
         buffers = self._work_space(sum(forward.counts) or R * Q, threads, score_stride)
         pointers = [address(x, torch.long) for x in integers] + [address(x, torch.bool) for x in masks]
         table = forward.cosine[0].numel() if forward.cosine.ndim == 3 else 0
-        record = _records.Pass(R, Q, T, *pointers, *map(address, angles), table, score_stride, *buffers, threads)
-        keys = address(store, store.dtype) or 0
-        kind = KINDS.index(str(store.dtype).removeprefix("torch."))
-        cache = _records.KVCache(keys, keys + entry, address(begin_R, torch.long), 2 * entry, head, slot, kind)
-        return record, cache, (*integers, *masks, *angles, begin_R)
+        inputs, width = forward.inputs_MX, 0 if forward.inputs_MX is None else forward.inputs_MX.shape[1]
+        record = _records.Pass(
+            R, Q, T, *pointers, *map(address, angles), table, forward.cosine.shape[-1], address(inputs), width, score_stride,
+            *buffers, threads,
+        )  # fmt: skip
+        stores = (store, *forward.other_stores)
+        begins = [_integers([b * one.stride(1) * one.element_size() for b in forward.rows]) for one in stores]
+        caches = (_records.KVCache * len(stores))(*map(_cache, stores, begins))
+        return record, caches, (*integers, *masks, *angles, inputs, *begins)
 
     def _work_space(self, M: int, threads: int, score_stride: int) -> tuple[int, ...]:
         """Return the addresses of the buffers for a pass over M tokens, which grow as needed."""
@@ -339,7 +397,7 @@ class Layers:
                 "inner": M * size.inner,
                 "scores": threads * MAX_PAIRS * score_stride,
                 "branch": M * size.hidden,
-                "routed": max((M * (2 * size.hidden + e.top + e.router.padded) for e in self._experts), default=0),
+                "routed": max((M * (3 * size.hidden + e.top + e.router.padded) for e in self._experts), default=0),
                 # as int64, which takes two of them
                 "routes": max((4 * M * e.top + 2 * len(e.down) + 2 for e in self._experts), default=0),
             }
@@ -349,6 +407,13 @@ class Layers:
                     self._addresses.clear()
             self._addresses[M, threads, score_stride] = tuple(self._buffers[name].data_ptr() for name in counts)
         return self._addresses[M, threads, score_stride]
+
+
+def _cache(store: Tensor, begin_R: Tensor) -> _records.KVCache:
+    size = store.element_size()
+    entry, _, head, slot, _ = (stride * size for stride in store.stride())
+    keys, kind = address(store, store.dtype) or 0, KINDS.index(str(store.dtype).removeprefix("torch."))
+    return _records.KVCache(keys, keys + entry, address(begin_R, torch.long), 2 * entry, head, slot, kind)
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:

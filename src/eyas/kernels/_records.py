@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "KINDS", "Experts", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "StateLayer", "States", "TreeOptions",
-    "address", "flags", "floats", "longs",
+    "KINDS", "Experts", "Grown", "KVCache", "Layer", "LayerSizes", "Matrix", "Net", "Pass", "StateLayer", "States", "TokenInput",
+    "TreeOptions", "address", "flags", "floats", "longs",
 ]  # fmt: skip
 
 # of matrices, as in cpu/records.h
@@ -59,8 +59,22 @@ class StateLayer(ctypes.Structure):
     )
 
 
+class TokenInput(ctypes.Structure):
+    _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", c_void_p), ("begin", c_int64))
+
+
+class LayerSizes(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual")),
+        *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm", "query_table")),
+        *((name, c_int64) for name in ("gated", "stride")),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
+        ("shape", LayerSizes),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down", "k", "v")),
         *((name, c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         ("window", c_int64),
@@ -68,10 +82,13 @@ class Layer(ctypes.Structure):
         ("rope", c_int64),
         *((name, c_void_p) for name in ("experts", "sinks")),
         ("state", StateLayer),
-        ("place", c_int64),
+        *((name, c_int64) for name in ("store", "place", "borrows")),
+        ("v_norm", c_void_p),
         ("shared_gate_up", Matrix),
         ("shared_down", Matrix),
         ("shared_gate", c_void_p),
+        ("input", TokenInput),
+        ("factor", c_float),
     )
 
 
@@ -81,15 +98,7 @@ class Experts(ctypes.Structure):
         ("gate_up", c_void_p),
         ("down", c_void_p),
         *((name, c_int64) for name in ("count", "top", "normed")),
-    )
-
-
-class LayerSizes(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "inner")),
-        *((name, c_float) for name in ("eps", "scale", "softcap", "residual")),
-        *((name, c_int64) for name in ("rotary", "activation", "centred", "parallel", "head_norm", "query_table")),
-        *((name, c_int64) for name in ("gated", "stride")),
+        *((name, c_void_p) for name in ("norm", "router_norm", "output_norm", "dense_norm", "factors")),
     )
 
 
@@ -117,8 +126,9 @@ class Pass(ctypes.Structure):
             (name, c_void_p)
             for name in ("begin", "length", "position", "visible", "visible_in_window", "cosine", "sine")
         ),
-        ("table", c_int64),
-        ("score_stride", c_int64),
+        *((name, c_int64) for name in ("table", "angles")),
+        ("inputs", c_void_p),
+        *((name, c_int64) for name in ("token_inputs", "score_stride")),
         *((name, c_void_p) for name in ("normed", "qkv", "context", "inner", "scores", "branch", "routed", "routes")),
         ("threads", c_int64),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from eyas.runners._layer_settings import layer_windows, norm_eps
 from eyas.runners._packing import Packing
 from eyas.runners.stored import StoredExperts, StoredLinear
 
-__all__ = ["FAMILIES", "angles", "final_norm", "packed_layers", "refuse", "sizes_of"]
+__all__ = ["FAMILIES", "angles", "final_norm", "packed_layers", "refuse", "sizes_of", "token_inputs"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ FAMILIES = {
     "gemma": Decoder(plus_one=True),
     "gemma2": Decoder(GEMMA, plus_one=True),
     "gemma3_text": Decoder(GEMMA, plus_one=True),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), Decoder(GEMMA)),
     "glm": Decoder(mlp=FUSED, interleaved=True),
     "glm4": Decoder(GLM4, mlp=FUSED, interleaved=True),
     "gpt_oss": Decoder(half_angles=True),
@@ -113,7 +114,7 @@ FAMILIES = {
 
 MAX_TAPS = 8  # of a convolution, as in kernels/cpu/states.h
 # kinds of RoPE whose frequencies do not change within the target's context (core/families.py)
-ROPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ROPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu", "NewGELUActivation": "gelu",
     "ReLUSquaredActivation": "relu2",
@@ -286,9 +287,50 @@ class Shared(NamedTuple):
     router: Part
 
 
+class Beside(NamedTuple):
+    """The modules around experts where a layer has a dense MLP too, as in Gemma 4.
+
+    Attributes:
+        norms: of the experts' inputs, of their outputs, and of the MLP's.
+    """
+
+    router: Any
+    norms: tuple[Any, ...]
+
+    def fault(self, D: int, count: int, eps: float) -> str:
+        """Return the description of a part that has other sizes; "" for none."""
+        vectors = self.router.scale, self.router.per_expert_scale
+        fits = [(x.shape, x.dtype) for x in vectors] == [((D,), torch.float32), ((count,), torch.float32)]
+        if not fits or norm_eps(self.router.norm) != eps:
+            return one_line(self.router, 120)
+        return next(filter(None, (_norm_fault(norm, (D,), eps) for norm in self.norms)), "")
+
+
+class OfTokens(NamedTuple):
+    """The modules by which a layer reads numbers of its own for each token (`kernels.TokenInput`)."""
+
+    gate: Part
+    projection: Part
+    norm: Any
+    activation: Any
+
+    def fault(self, D: int, eps: float) -> str:
+        """Return the description of a part that has other sizes; "" for none."""
+        width = self.gate.shape[0]
+        faults = (
+            _weight_fault(self.gate, (width, D)),
+            _weight_fault(self.projection, (D, width)),
+            _norm_fault(self.norm, (D,), eps),
+            "" if ACTIVATIONS.get(type(self.activation).__name__) == "gelu" else one_line(self.activation, 120),
+            f"it reads {width} numbers of each token, no multiple of 32" if width % 32 else "",
+        )
+        return next(filter(None, faults), "")
+
+
 class Parts(NamedTuple):
     """The modules of a layer. An MLP without gates has no `gate`, and one with experts is a `mixture`. A layer with a
-    `state` has no attention, and `o` is the last projection of its state's module."""
+    `state` has no attention, and `o` is the last projection of its state's module. A layer that reads an earlier one's
+    keys and values has no `k` and `v`."""
 
     q: Part | None
     k: Part | None
@@ -303,11 +345,21 @@ class Parts(NamedTuple):
     sinks: Any  # None: attention has none
     shared: Shared | None
     state: State | None = None
+    v_norm: Any = None
+    beside: Beside | None = None
+    of_tokens: OfTokens | None = None
+    factor: float = 1.0  # of the layer's output
 
     @property
     def linears(self) -> list[Part]:
         of_state = () if self.state is None else self.state.inputs
-        return [part for part in (*self[:7], *(self.shared or ()), *of_state) if part is not None]
+        of_tokens = () if self.of_tokens is None else self.of_tokens[:2]
+        return [part for part in (*self[:7], *(self.shared or ()), *of_state, *of_tokens) if part is not None]
+
+    @property
+    def every_norm(self) -> tuple[Any, ...]:
+        of_tokens = () if self.of_tokens is None else (self.of_tokens.norm,)
+        return (*self.norms, *self.head_norms, *(self.beside.norms if self.beside else ()), *of_tokens)
 
     @property
     def inner(self) -> int:
@@ -319,8 +371,9 @@ class Parts(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The width of the widest MLP of the layer."""
-        return self.inner if self.shared is None else max(self.inner, self.shared.up.shape[0])
+        """The width of the widest MLP of the layer, or of the numbers of tokens that it reads."""
+        others = self.up, self.shared and self.shared.up, self.of_tokens and self.of_tokens.gate
+        return max([self.inner, *(part.shape[0] for part in others if part is not None)])
 
 
 def _decoder(target: Target) -> Decoder:
@@ -333,7 +386,14 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     router = "gate" if hasattr(mlp, "gate") else "router"
     mixture = Mixture(getattr(mlp, router), mlp.experts) if hasattr(mlp, "experts") else None
     gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
-    shared = None
+    beside = of_tokens = shared = None
+    if hasattr(layer, "experts"):
+        mixture = Mixture(layer.router.proj, layer.experts)
+        names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+        beside = Beside(layer.router, tuple(getattr(layer, name) for name in names))
+    if hasattr(layer, "per_layer_input_gate"):
+        two = Part(layer.per_layer_input_gate), Part(layer.per_layer_projection)
+        of_tokens = OfTokens(*two, layer.post_per_layer_input_norm, layer.act_fn)
     if hasattr(mlp, "shared_expert"):
         one = mlp.shared_expert
         shared = Shared(*map(Part, (one.gate_proj, one.up_proj, one.down_proj, mlp.shared_expert_gate)))
@@ -347,11 +407,18 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
         h = attention.head_dim
         ends = (0, heads * h, (heads + kv_heads) * h, (heads + 2 * kv_heads) * h)
         q, k, v = (Part(attention.qkv_proj, slice(*pair)) for pair in itertools.pairwise(ends))
+    elif getattr(attention, "is_kv_shared_layer", False):
+        q, k, v = Part(attention.q_proj), None, None
     else:
-        q, k, v = Part(attention.q_proj), Part(attention.k_proj), Part(attention.v_proj)
+        q, k = Part(attention.q_proj), Part(attention.k_proj)
+        v = k if attention.v_proj is None else Part(attention.v_proj)
     of_queries, of_keys = (getattr(attention, name, None) for name in decoder.head_norms)
     output, sinks = Part(getattr(attention, decoder.output)), getattr(attention, "sinks", None)
-    return Parts(q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), sinks, shared)
+    v_norm = None if k is None else getattr(attention, "v_norm", None)
+    return Parts(
+        q, k, v, output, gate, up, down, mixture, norms, (of_queries, of_keys), sinks, shared, None, v_norm, beside, of_tokens,
+        float(getattr(layer, "layer_scalar", 1.0)),
+    )  # fmt: skip
 
 
 def _dense(mlp: Any, decoder: Decoder) -> tuple[Part | None, Part, Part]:
@@ -388,6 +455,40 @@ def _head_counts(target: Target) -> tuple[int, int]:
     return getattr(attention, decoder.output).in_features // attention.head_dim, 0 if sizes is None else sizes[0]
 
 
+class Place(NamedTuple):
+    """A layer's sizes, the number of the cache that has its keys and values, and of the layer that has stored them, if it
+    is another one."""
+
+    sizes: LayerSizes
+    store: int = 0
+    lender: int | None = None
+
+
+def _places(target: Target, size: LayerSizes) -> list[Place]:
+    """Return the place of each layer. Caches are in the order of `core.cache.KVCache`."""
+    places, layout = list[Place](), target.layout
+    owners = dict[
+        str | None, tuple[int, int]
+    ]()  # by kind: the last layer that stores keys, and its place in the layout
+    stores = list(dict.fromkeys(sizes for sizes in layout if sizes is not None))
+    for number, (layer, parts) in enumerate(_every(target)):
+        if parts.state is not None:
+            places.append(Place(size))
+            continue
+        h, kind = layer.self_attn.head_dim, getattr(layer.self_attn, "layer_type", None)
+        if parts.k is not None:  # layers keep their places when others are left out
+            owners[kind] = number, getattr(layer.self_attn, "layer_idx", number)
+        owner, at = owners.get(kind, (number, len(layout)))
+        cached = layout[at] if at < len(layout) else None
+        if cached is None or cached[1:] != (h, h):
+            raise UnsuitedError(
+                f"the kernels need keys and values of the width of heads, and layer {number} stores {cached}"
+            )
+        sizes = replace(size, kv_heads=cached[0], head_dim=h, rotary=min(size.rotary, h))
+        places.append(Place(sizes, stores.index(cached), None if owner == number else owner))
+    return places
+
+
 def refuse(target: Target) -> None:
     """Raise UnsuitedError if the model needs something that the kernels do not compute."""
     config, family = target.model.config.get_text_config(decoder=True), target.family
@@ -416,16 +517,13 @@ def refuse(target: Target) -> None:
                 f"the kernels run whole layers, and layer {k} has no attention or no MLP of this family"
             ) from None
     size = sizes_of(target)
-    if size.head_dim not in HEAD_DIMS:
-        raise UnsuitedError(
-            f"the kernels do not know heads of width {size.head_dim}; known: {', '.join(map(str, HEAD_DIMS))}"
-        )
-    cached = [sizes for sizes in target.layout if sizes is not None]  # None: a layer that is left out
-    attending = sum(parts.state is None for _, parts in _every(target))
-    if size.hidden % 32 or cached != [(size.kv_heads, size.head_dim, size.head_dim)] * attending:
-        raise UnsuitedError("the kernels need widths that are multiples of 32, and keys of one size in every layer")
+    places = _places(target, size)
+    if other := next((place.sizes.head_dim for place in places if place.sizes.head_dim not in HEAD_DIMS), None):
+        raise UnsuitedError(f"the kernels do not know heads of width {other}; known: {', '.join(map(str, HEAD_DIMS))}")
+    if size.hidden % 32:
+        raise UnsuitedError(f"the kernels need widths that are multiples of 32, and hidden states have {size.hidden}")
     for k, (layer, parts) in enumerate(_every(target)):
-        if fault := _fault(layer, parts, size):
+        if fault := _fault(layer, parts, places[k].sizes):
             raise UnsuitedError(f"the kernels run equal layers, and layer {k} is pruned or edited: {fault}")
     faults = (
         _weight_fault(Part(family.head), (target.vocab_size, size.hidden)),
@@ -471,8 +569,9 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     read past its weights."""
     D, h, whole = size.hidden, size.head_dim, size.head_norm == "whole"
     inner, queries, keys = parts.inner, size.heads * size.head_dim, size.kv_heads * size.head_dim
+    wide = inner if parts.up is None else parts.up.shape[0]
     projected, context = 2 * queries if size.gated else queries, queries if parts.state is None else parts.state.width
-    shapes = ((projected, D), (keys, D), (keys, D), (D, context), (inner, D), (inner, D), (D, inner))
+    shapes = ((projected, D), (keys, D), (keys, D), (D, context), (wide, D), (wide, D), (D, wide))
     faults = [_weight_fault(part, shape) for part, shape in zip(parts[:7], shapes, strict=True) if part is not None]
     if parts.mixture is not None:
         faults.append(_mixture_fault(parts.mixture, D, inner))
@@ -491,6 +590,12 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
         expected = ((width, D), (width, D), (D, width), (1, D))
         faults += [_weight_fault(part, shape) for part, shape in zip(parts.shared, expected, strict=True)]
         faults.append(f"its shared expert has {width} inner units, no multiple of 32" if width % 32 else "")
+    if parts.beside is not None and parts.mixture is not None:
+        faults.append(parts.beside.fault(D, parts.mixture.shapes[0][0], size.eps))
+    if parts.of_tokens is not None:
+        faults.append(parts.of_tokens.fault(D, size.eps))
+    if parts.v_norm is not None and norm_eps(parts.v_norm) != size.eps:
+        faults.append(one_line(parts.v_norm, 120))
     if parts.state is not None:
         faults.append(parts.state.fault(size))
     elif (layer.self_attn.head_dim, layer.self_attn.scaling) != (h, size.scale):
@@ -500,15 +605,16 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     if parts.sinks is not None and (parts.sinks.shape, parts.sinks.dtype) != ((size.heads,), torch.float32):
         faults.append("its attention has another number of sinks")
     matrices = (part.module for part in parts.linears)
-    others = (*(parts.mixture or ()), *(parts.state or ()))
-    read = {id(module) for module in (*matrices, *parts.norms, *parts.head_norms, *others)}
+    others = (*(parts.mixture or ()), *(parts.state or ()), parts.beside and parts.beside.router)
+    read = {id(module) for module in (*matrices, *parts.every_norm, *others)}
     for name, module in layer.named_modules():
         is_weight = isinstance(module, nn.Linear) or any(
             parameter is not parts.sinks for parameter in module.parameters(recurse=False)
         )
         if is_weight and id(module) not in read:
             faults.append(f"{name} is not in the kernels' table")
-    return next(filter(None, faults), f"its MLP has {inner} inner units, no multiple of 32" if inner % 32 else "")
+    odd = next((width for width in (inner, wide) if width % 32), 0)
+    return next(filter(None, faults), f"its MLP has {odd} inner units, no multiple of 32" if odd else "")
 
 
 def _is_causal_conv(conv: Any, channels: int) -> bool:
@@ -523,13 +629,13 @@ def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
     count = mixture.shapes[0][0]
     fits = mixture.shapes == ((count, D), (count, 2 * inner, D), (count, D, inner))
     weights = [x for module in mixture for x in module.parameters()]
-    expected = 1 if isinstance(mixture.experts, StoredExperts) else 3
+    expected = 2 * (not isinstance(mixture.experts, StoredExperts)) + (not isinstance(mixture.router, StoredLinear))
     if mixture.clamp is not None:
         expected += 3  # biases
         shapes = [getattr(bias, "shape", None) for bias in mixture.biases]
         fits &= shapes == [(count,), (count, 2 * inner), (count, D)]
         fits &= mixture.clamp == CLAMP
-    is_known = len(weights) == expected and {x.dtype for x in weights} == {torch.float32}
+    is_known = len(weights) == expected and {x.dtype for x in weights} <= {torch.float32}
     return "" if fits and is_known else one_line(mixture, 120)
 
 
@@ -579,20 +685,28 @@ def _norm_weights(norm: Any, decoder: Decoder) -> tuple[Tensor | None, Tensor | 
 
 def angles(target: Target, positions: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [tables, positions, h] in the order of halves, by the model's own rotary module; one table
-    for each of `_angle_kinds`. Queries that are scaled have another."""
+    for each of `_angle_kinds`, the numbers of narrower heads first. Queries that are scaled have another."""
     rotary: Any = target.family.base.rotary_emb
     at = kernels.floats(1, 1, 1), torch.arange(positions, device="cpu")[None]
     pairs: list[tuple[Tensor, Tensor]] = [rotary(*at, *kind) for kind in _angle_kinds(target)]
-    cosine, sine = (torch.cat(tables).float() for tables in zip(*pairs, strict=True))
-    if _decoder(target).half_angles:
-        cosine, sine = (table.repeat(1, 1, 2) for table in (cosine, sine))
-    half = cosine.shape[-1] // 2
-    if positions > 1 and not torch.equal(cosine[..., :half], cosine[..., half:]):  # Cohere's are side by side
-        cosine, sine = (table[..., ::2].repeat(1, 1, 2) for table in (cosine, sine))
+    pairs = [_in_halves(pair, _decoder(target).half_angles) for pair in pairs]
+    widest = max(table.shape[-1] for table, _ in pairs)
+    padded = ([nn.functional.pad(table, (0, widest - table.shape[-1])) for table in pair] for pair in pairs)
+    cosine, sine = (torch.cat(tables).float() for tables in zip(*padded, strict=True))
     if _decoder(target).scales_queries:
         scale_P1 = _query_scales(target, positions)
         cosine, sine = (torch.cat([table, table * scale_P1]) for table in (cosine, sine))
     return cosine.contiguous(), sine.contiguous()
+
+
+def _in_halves(pair: tuple[Tensor, Tensor], half_angles: bool) -> tuple[Tensor, Tensor]:
+    cosine, sine = pair
+    if half_angles:
+        return cosine.repeat(1, 1, 2), sine.repeat(1, 1, 2)
+    half = cosine.shape[-1] // 2
+    if cosine.shape[1] > 1 and not torch.equal(cosine[..., :half], cosine[..., half:]):  # Cohere's are side by side
+        return cosine[..., ::2].repeat(1, 1, 2), sine[..., ::2].repeat(1, 1, 2)
+    return pair
 
 
 def _query_scales(target: Target, positions: int) -> Tensor:
@@ -616,14 +730,46 @@ def packed_layers(target: Target, size: LayerSizes, pack: Packing) -> list[kerne
     decoder, kinds = _decoder(target), _angle_kinds(target)
     types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
     layers = []
-    for number, ((layer, parts), window) in enumerate(zip(_every(target), layer_windows(target), strict=True)):
+    places, windows = _places(target, size), layer_windows(target)
+    for number, ((layer, parts), place, window) in enumerate(zip(_every(target), places, windows, strict=True)):
         table = kinds.index((types[number],)) if types and len(kinds) > 1 else 0
         rope = table if parts.state is not None or decoder.rotates(layer.self_attn) else -1
-        layers.append(_layer(parts, decoder, size, window, rope, pack))
+        made = _layer(parts, decoder, place, window, rope, pack)
+        if parts.of_tokens is not None:
+            made = replace(made, input=_token_input(parts.of_tokens, number, pack))
+        layers.append(made)
     return layers
 
 
-def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: int, pack: Packing) -> kernels.Layer:
+def _token_input(of_tokens: OfTokens, number: int, pack: Packing) -> kernels.TokenInput:
+    """Return how the layer with this number reads its part of a token's numbers."""
+    gate, projection = (pack(part.packed_rows(pack), part.bias) for part in of_tokens[:2])
+    return kernels.TokenInput(
+        gate, projection, of_tokens.norm.weight.detach().contiguous(), number * of_tokens.gate.shape[0]
+    )
+
+
+def token_inputs(target: Target, pack: Packing) -> Callable[[Tensor, Tensor, ThreadCount], Tensor] | None:
+    """Return a function (tokens [M], embeddings [M, D], threads) that computes the numbers that tokens have for layers
+    [M, X]; None for a model without such numbers."""
+    base: Any = target.family.base
+    if not getattr(base, "hidden_size_per_layer_input", 0):
+        return None
+    projection, norm = base.per_layer_model_projection, base.per_layer_projection_norm
+    matrix = pack(pack.rows(projection), projection.bias)
+    weight, eps = norm.weight.detach().float().contiguous(), norm_eps(norm)
+
+    def compute(tokens_M: Tensor, x_MD: Tensor, threads: ThreadCount) -> Tensor:
+        projected_MX = kernels.linear(matrix, x_MD, threads) * base.per_layer_model_projection_scale
+        normed_MX = kernels.rms_norm(projected_MX.unflatten(1, (-1, len(weight))), weight, eps, threads).flatten(1)
+        own_MX: Tensor = base.embed_tokens_per_layer(tokens_M)
+        return (normed_MX + own_MX) * float(base.per_layer_input_scale)
+
+    return compute
+
+
+def _layer(parts: Parts, decoder: Decoder, place: Place, window: int, rope: int, pack: Packing) -> kernels.Layer:
+    size = place.sizes
     qkv, k, v = _projections(parts, decoder, size, pack)
     norms = [_norm_weights(norm, decoder) for norm in parts.norms]
     q_norm, k_norm = (_norm_weights(norm, decoder)[0] for norm in parts.head_norms)
@@ -651,6 +797,11 @@ def _layer(parts: Parts, decoder: Decoder, size: LayerSizes, window: int, rope: 
         state=None if parts.state is None else _state(parts.state),
         shared=None if parts.shared is None else _dense_matrices(*parts.shared[:3], pack),
         shared_gate_D=None if parts.shared is None else parts.shared.router.module.weight.detach()[0].contiguous(),
+        sizes=size,
+        store=place.store,
+        lender=place.lender,
+        v_norm=None if parts.v_norm is None else torch.ones(size.head_dim, dtype=torch.float32, device="cpu"),
+        factor=parts.factor,
     )
 
 
@@ -682,12 +833,11 @@ def _projections(
 
 
 def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Matrix | None, kernels.Experts | None]:
-    """Return both matrices of an MLP, or its experts."""
-    if parts.mixture is not None:
-        return None, None, _experts(parts.mixture, parts.inner, pack)
-    assert parts.up is not None
-    assert parts.down is not None
-    return *_dense_matrices(parts.gate, parts.up, parts.down, pack), None
+    """Return both matrices of an MLP, its experts, or all of these."""
+    experts = None if parts.mixture is None else _experts(parts.mixture, parts.inner, pack, parts.beside)
+    if parts.up is None or parts.down is None:
+        return None, None, experts
+    return *_dense_matrices(parts.gate, parts.up, parts.down, pack), experts
 
 
 def _dense_matrices(gate: Part | None, up: Part, down: Part, pack: Packing) -> tuple[kernels.Matrix, kernels.Matrix]:
@@ -698,20 +848,26 @@ def _dense_matrices(gate: Part | None, up: Part, down: Part, pack: Packing) -> t
     return pack.gated(gate.packed_rows(pack), up.packed_rows(pack), (gate.bias, up.bias)), last
 
 
-def _experts(mixture: Mixture, inner: int, pack: Packing) -> kernels.Experts:
+def _experts(mixture: Mixture, inner: int, pack: Packing, beside: Beside | None) -> kernels.Experts:
     """Return the experts, packed. The router stays exact: by rounded scores a token would go through other experts."""
     router = mixture.router
     gate_ups, downs = [], []
     for expert in mixture.of_experts(inner):
         gate_ups.append(pack.gated(expert.gate, expert.up, (expert.gate_bias, expert.up_bias)))
         downs.append(pack(expert.down, expert.down_bias))
-    return kernels.Experts(
+    made = kernels.Experts(
         router=pack(kernels.Rows.of(router.weight), mixture.biases[0], kernels.EXACT),
         gate_up=tuple(gate_ups),
         down=tuple(downs),
-        top=int(router.top_k),
+        top=int(router.top_k if beside is None else beside.router.config.top_k_experts),
         normed=bool(getattr(router, "norm_topk_prob", True)),
     )
+    if beside is None:
+        return made
+    own = beside.router
+    before, after, of_dense = (norm.weight.detach().contiguous() for norm in beside.norms)
+    norms = before, own.scale.detach() * own.scalar_root_size, after, of_dense
+    return replace(made, norms=norms, factor_E=own.per_expert_scale.detach().contiguous())
 
 
 def _halves(size: LayerSizes, heads: int) -> Tensor:

@@ -14,7 +14,7 @@ __all__ = ["layer_windows", "norm_eps"]
 
 def layer_windows(target: Target) -> list[int]:
     """Return the positions that each layer attends to; 0: all."""
-    kinds = getattr(target.model.config, "layer_types", None)
+    kinds = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
     window = target.family.window or 0
     kinds = kinds or [SLIDING if window else FULL] * target.num_layers
     return [

@@ -26,7 +26,7 @@ from eyas.core.tree import TargetOutput, Tree
 from eyas.errors import OptionError
 from eyas.kernels import EXACT, Layers, Pass, ThreadCount, WeightFormat, floats
 from eyas.runners._comparison import UnsuitedError, output_pairs
-from eyas.runners._decoders import angles, final_norm, packed_layers, refuse, sizes_of
+from eyas.runners._decoders import angles, final_norm, packed_layers, refuse, sizes_of, token_inputs
 from eyas.runners._packing import check_fit, packing_of
 from eyas.runners._proofs import Proof
 from eyas.runners._states import KernelStates
@@ -63,8 +63,9 @@ def make_cpu_runner(target: Target, weight_format: WeightFormat = EXACT, own: bo
     known = proof is not None and proof.known
     made, checkpoint = None, stored_in(target.model)
     if checkpoint is not None and not known:
-        attending = next(number for number, sizes in enumerate(target.layout) if sizes is not None)
-        few = Target(checkpoint.model(min(max(CHECKED_LAYERS, attending + 1), target.num_layers)), target.name)
+        # the layers up to the last one that is the first of its kind
+        last = max(target.layout.index(sizes) for sizes in target.layout if sizes is not None)
+        few = Target(checkpoint.model(min(max(CHECKED_LAYERS, last + 1), target.num_layers)), target.name)
         CpuRunner(few).check()
     if not (known or checkpoint):
         made = CpuRunner(target)
@@ -101,6 +102,7 @@ class CpuRunner:
         of_head = replace(weight_format, weights="int8") if weight_format.weights == "int4" else weight_format
         with packing_of(target, weight_format) as packing:
             packed = packed_layers(target, self.shape, packing)
+            self.token_inputs = token_inputs(target, packing)
             self.output = packing(packing.rows(head), head.bias, of_head)
         self.layers = Layers(self.shape, packed)
         self._cosine = self._sine = floats(1, 0, self.shape.rotary)
@@ -184,7 +186,10 @@ class CpuRunner:
         inner = sorted({k for k in inputs.feature_layers if k < target.num_layers})
         in_order = list(inputs.feature_layers) == inner or list(inputs.feature_layers) == [*inner, target.num_layers]
         taps_MF = features_MF if in_order else floats(M, D * len(inner))
-        self.layers(x_MD, self._attention_pass(inputs), inner, taps_MF)
+        forward = self._attention_pass(inputs)
+        if self.token_inputs is not None:
+            forward = replace(forward, inputs_MX=self.token_inputs(tokens.flatten(), x_MD, self.layers.threads))
+        self.layers(x_MD, forward, inner, taps_MF)
         last_MD = (
             features_MF[:, D * len(inner) :]
             if in_order and target.num_layers in inputs.feature_layers
@@ -238,10 +243,11 @@ class CpuRunner:
         if (window := self.target.family.window) is not None:
             distance_RQT = inputs.depth_RT[:, -visible_RQT.shape[1] :, None] - inputs.depth_RT[:, None]
             near_RQT = (visible_RQT & (distance_RQT < window)).contiguous()
+        store, *others = inputs.cache.stores
         return Pass(
             inputs.length_R.contiguous(), inputs.position_RQ.contiguous(), visible_RQT, near_RQT, cosine, sine,
-            inputs.cache.tensor, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
-            next((state.record for state in inputs.states if isinstance(state, KernelStates)), None), inputs.prompt,
+            store, inputs.rows, inputs.counts if sum(inputs.counts) < inputs.tokens_RQ.numel() else (),
+            next((state.record for state in inputs.states if isinstance(state, KernelStates)), None), inputs.prompt, others,
         )  # fmt: skip
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:

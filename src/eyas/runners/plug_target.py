@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 # Bytes of a checkpoint from which on its weights stay in the files. Smaller models are loaded by transformers, and their
 # own forward is fast, too.
 LARGE = 1 << 30
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # of their checkpoints AutoModelForCausalLM makes the text model alone
+# Checkpoints with images. AutoModelForCausalLM makes the text model alone of Qwen3.5's. Gemma 4's text models are too large
+# to be loaded beside their packed weights.
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified")
 ROPE_FACTORS = "rope_freqs.weight"  # in GGUF files: what frequencies are divided by
 
 
@@ -126,6 +128,6 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
         )
         return None
     checkpoint = Checkpoint(*settings_of(folder), [MappedFile(path)], tensors)
-    if ROPE_FACTORS not in tensors:
+    if ROPE_FACTORS not in tensors or kind == "gemma4_text":  # its configuration has them
         return checkpoint
     return replace(checkpoint, frequency_factors=checkpoint.tensor(ROPE_FACTORS, tensors[ROPE_FACTORS].shape))

@@ -19,7 +19,7 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,6 +231,8 @@ class Checkpoint:
         config = copy.deepcopy(self.config)
         vars(config).pop("quantization_config", None)  # of experts, which are read here
         if layers is not None:
+            if getattr(config, "num_kv_shared_layers", 0):  # the last ones
+                config.num_kv_shared_layers = max(0, config.num_kv_shared_layers + layers - config.num_hidden_layers)
             config.num_hidden_layers = layers
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[:layers]
@@ -243,10 +245,12 @@ class Checkpoint:
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):
                 self._store(module, child_name, f"{name}.{child_name}".lstrip("."), child, config)
-        for name, parameter in list(model.named_parameters()):
-            if parameter.is_meta:
+        for name, empty in model.state_dict(keep_vars=True).items():
+            if empty.is_meta:
                 owner, _, last = name.rpartition(".")
-                value = nn.Parameter(self.tensor(name, parameter.shape), requires_grad=False)
+                value = self.tensor(name, empty.shape)
+                if isinstance(empty, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=False)
                 setattr(model.get_submodule(owner), last, value)
         if self.generation is not None:
             model.generation_config = copy.deepcopy(self.generation)
@@ -262,7 +266,8 @@ class Checkpoint:
         key = f"{name}.weight"
         if config.tie_word_embeddings and key not in self.tensors and place == "lm_head":
             key = "model.embed_tokens.weight"
-        rows = self.rows(key, module.weight.shape)
+        has_parts = place in ("embed_tokens_per_layer", "per_layer_model_projection")  # one for each layer, in Gemma 4
+        rows = (self._per_layer if has_parts else self.rows)(key, module.weight.shape)
         if isinstance(module, nn.Embedding):
             setattr(
                 parent, place, StoredEmbedding(rows, module.padding_idx, getattr(module, "scalar_embed_scale", 1.0))
@@ -270,6 +275,12 @@ class Checkpoint:
         else:
             bias = None if module.bias is None else self.tensor(f"{name}.bias", module.bias.shape)
             setattr(parent, place, StoredLinear(rows, bias))
+
+    def _per_layer(self, name: str, shape: Sequence[int]) -> Rows:
+        """Return the rows of a matrix with outputs or inputs for each layer. The model may have fewer layers than the file."""
+        outputs, inputs = shape
+        rows = self.rows(name, self.tensors[name].shape if name in self.tensors else shape).take(slice(0, outputs))
+        return replace(rows, inputs=inputs)
 
     def _experts(self, name: str, module: Any) -> list[list[Rows]]:
         """Return the rows of each expert: gates, ups and downs. Read the biases that GGUF files have in parts."""

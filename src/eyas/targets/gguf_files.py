@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 TENSORS = "tensors.json"
 ARCHITECTURE = "general.architecture"
 SCALING = ".rope.scaling."
-FORMAT = 7  # version of the kept folders; a folder of another version is made again
+FORMAT = 8  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
@@ -143,6 +144,9 @@ def _check(source: str | Path, gguf_file: str) -> None:
 def _read_config(path: Path, header: Header) -> PreTrainedConfig:
     """Return the configuration as transformers reads it, from a copy without the tokenizer: transformers takes seconds to
     minutes for the tokens."""
+    if header.values.get(ARCHITECTURE) == "gemma4":
+        with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
+            return _gemma4_config(header, path)
     is_gpt_oss = header.values.get(ARCHITECTURE) == "gpt-oss"
     if is_gpt_oss:
         header = replace(header, parts={name: part for name, part in header.parts.items() if SCALING not in name})
@@ -175,6 +179,56 @@ def _set_gpt_oss(config: PreTrainedConfig, header: Header) -> None:
         "beta_slow": 1.0,
         "truncate": False,
     }
+
+
+def _gemma4_config(header: Header, path: Path) -> PreTrainedConfig:
+    """Return the configuration of a Gemma 4, for which transformers 5.23 fails or reads a part. Raise ModelError for one
+    with experts."""
+    values = {name.removeprefix("gemma4."): value for name, value in header.values.items()}
+    if values.get("expert_count"):
+        raise ModelError("it has experts, and eyas reads files of Gemma 4 without experts")
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    is_sliding = [bool(one) for one in values["attention.sliding_window_pattern"]]
+    full, heads, inner = is_sliding.index(False), values["attention.head_count_kv"], values["feed_forward_length"]
+    of_layers = heads if isinstance(heads, list) else [heads] * len(is_sliding)
+    widths = inner if isinstance(inner, list) else [inner]
+    factors = tensors["rope_freqs.weight"]  # of the angles of layers without a window: 1, or 1e30 where nothing rotates
+    with path.open("rb") as file:
+        file.seek(factors.offset)
+        rotated = struct.unpack(f"<{factors.shape[0]}f", file.read(4 * factors.shape[0])).count(1.0)
+    rope = {"rope_type": "proportional", "partial_rotary_factor": rotated / factors.shape[0]}
+    numbers = values.get("embedding_length_per_layer_input") or 0
+    special = {f"{kind}_token_id": values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    return AutoConfig.for_model(
+        "gemma4_text",
+        name_or_path=str(path.parent),
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        pad_token_id=values.get("tokenizer.ggml.padding_token_id"),
+        **special,
+        hidden_size=values["embedding_length"],
+        intermediate_size=widths[0],
+        use_double_wide_mlp=widths[-1] == 2 * widths[0],
+        num_hidden_layers=len(is_sliding),
+        num_attention_heads=values["attention.head_count"],
+        num_key_value_heads=of_layers[is_sliding.index(True)],
+        num_global_key_value_heads=of_layers[full],
+        head_dim=values["attention.key_length_swa"],
+        global_head_dim=values["attention.key_length"],
+        attention_k_eq_v=f"blk.{full}.attn_v.weight" not in tensors,
+        num_kv_shared_layers=values.get("attention.shared_kv_layers", 0),
+        layer_types=["sliding_attention" if one else "full_attention" for one in is_sliding],
+        sliding_window=values["attention.sliding_window"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]},
+            "full_attention": {**rope, "rope_theta": values["rope.freq_base"]},
+        },
+        rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
+        final_logit_softcapping=values.get("final_logit_softcapping"),
+        max_position_embeddings=values["context_length"],
+        hidden_size_per_layer_input=numbers,
+        vocab_size_per_layer_input=tensors["per_layer_token_embd.weight" if numbers else "token_embd.weight"].shape[0],
+        tie_word_embeddings="output.weight" not in tensors,
+    )
 
 
 def _read_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
@@ -302,12 +356,13 @@ def tensors_of(header: Header, config: Any) -> dict[str, Any]:
         stem, _, last = name.rpartition(".")
         if (theirs := known.get_name(stem)) is not None:
             names[f"{theirs}.{last}"] = name
-        elif last == "sinks":
+        elif last in ("layer_scalar", "sinks"):
             names[f"{known.get_name(name)}.weight"] = name
     found = dict[str, Any]()
     for tensor in header.tensors:
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        permuted = heads.get(tensor.name.split(".")[-2], 0) if arch == "llama" else 0
+        counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"} if arch == "llama" else {}
+        count = counts.get(tensor.name.split(".")[-2])
+        permuted = 0 if count is None else getattr(config, count)
         name = names.get(tensor.name, tensor.name)
         found[name] = [
             tensor.kind,

@@ -70,10 +70,10 @@ void eyas_linear(const Matrix* w, const float* x, int64_t M, float* y, int64_t t
 }
 
 // x [M, D] through all layers, in place. The inputs of the layers named in `tapped` (ascending) are
-// written side by side to the rows of `taps`, `tap_stride` floats apart. states: null if all layers
-// have attention.
+// written side by side to the rows of `taps`, `tap_stride` floats apart. caches: by `Layer::store`.
+// states: null if all layers have attention.
 void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass* p,
-                 const KVCache* slots, const States* states, float* x, const int64_t* tapped, int64_t tap_count,
+                 const KVCache* caches, const States* states, float* x, const int64_t* tapped, int64_t tap_count,
                  float* taps, int64_t tap_stride) {
     const int64_t M = p->tokens(), D = s->hidden;
     std::vector<StatePass> of_states;
@@ -88,8 +88,8 @@ void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass*
                     for (int64_t m = 0; m < M; m++)
                         std::memcpy(taps + m * tap_stride + i * D, x + m * D, D * sizeof(float));
                 }
-            decoder_layer(layers[l], *s, *p, slots->of_layer(layers[l].place), nullptr, x, thread,
-                          of_states.data());
+            decoder_layer(layers[l], *p, caches[layers[l].store].of_layer(layers[l].place), nullptr, x,
+                          thread, of_states.data());
         }
     }
     for (int64_t r = 0; states && r < p->rows; r++) states->pending[states->row[r]] = 0;
@@ -97,10 +97,10 @@ void eyas_layers(const Layer* layers, int64_t count, const Shape* s, const Pass*
 
 // The layer of a draft net: attention reads `input` [M, inputs of qkv], x [M, D] is the residual
 // stream, in place.
-void eyas_draft_layer(const Layer* layer, const Shape* s, const Pass* p, const KVCache* slots,
-                      const float* input, float* x) {
+void eyas_draft_layer(const Layer* layer, const Pass* p, const KVCache* slots, const float* input,
+                      float* x) {
 #pragma omp parallel num_threads(p->threads)
-    decoder_layer(*layer, *s, *p, *slots, input, x, thread_number());
+    decoder_layer(*layer, *p, *slots, input, x, thread_number());
 }
 
 // y [M, D] (row stride ldy) = norm of x [M, D]; then, if there is a head, its logits [M, outputs].
@@ -257,8 +257,8 @@ void eyas_grow(const Net* net, const Layer* layers, int64_t layer_count, const S
         net_inputs(*net, *s, next_token.data(), hidden, B * P, pair.data(), input.data(),
                    next.data());
         for (int64_t l = 0; l < layer_count; l++)
-            decoder_layer(layers[l], *s, p, slots->of_layer(l), l ? nullptr : input.data(),
-                          next.data(), thread_number());
+            decoder_layer(layers[l], p, slots->of_layer(l), l ? nullptr : input.data(), next.data(),
+                          thread_number());
         if (net->carries_normed)
             rms_norms(next.data(), D, net->norm, B * P, D, s->eps, next.data(), D);
     }
@@ -296,7 +296,7 @@ void eyas_grow(const Net* net, const Layer* layers, int64_t layer_count, const S
                 net_inputs(*net, *s, tokens.data(), state.data(), M, pair.data(), input.data(),
                            next.data());
                 for (int64_t l = 0; l < layer_count; l++)
-                    decoder_layer(layers[l], *s, p, slots->of_layer(l), l ? nullptr : input.data(),
+                    decoder_layer(layers[l], p, slots->of_layer(l), l ? nullptr : input.data(),
                                   next.data(), thread);
                 if (net->carries_normed)
                     rms_norms(next.data(), D, net->norm, M, D, s->eps, next.data(), D);

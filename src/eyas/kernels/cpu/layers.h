@@ -65,8 +65,8 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
     for (int64_t q = 0; q < p.count(r); q++) {
         const int64_t m = p.first(r) + q, slot = p.length[r] + p.nodes - p.queries + q,
                       offset = c.row[r] + k * c.head + slot * c.slot,
-                      angle = layer.rope * p.table + p.position[r * p.queries + q] * s.rotary;
-        for (int64_t i = 0; i <= group_heads; i++) {
+                      angle = layer.rope * p.table + p.position[r * p.queries + q] * p.angles;
+        for (int64_t i = 0; i < group_heads + !layer.borrows; i++) {
             float* x = p.qkv + m * stride + (i < group_heads ? (k * group_heads + i) * h : key);
             const float* norm = i < group_heads ? layer.q_norm : layer.k_norm;
             if (norm && s.head_norm == BEFORE_ROPE) rms_norm(x, norm, h, s.eps, x);
@@ -76,8 +76,11 @@ static void store_keys_values(const Layer& layer, const Shape& s, const Pass& p,
             if (i < group_heads)
                 for (int64_t d = 0; d < h; d++) x[d] *= s.scale;
         }
+        if (layer.borrows) continue;
+        float* values = p.qkv + m * stride + value;
+        if (layer.v_norm) rms_norm(values, layer.v_norm, h, s.eps, values);
         write_slot(c.keys + offset, c.type, p.qkv + m * stride + key, h);
-        write_slot(c.values + offset, c.type, p.qkv + m * stride + value, h);
+        write_slot(c.values + offset, c.type, values, h);
     }
 }
 
@@ -401,17 +404,24 @@ static void choose_experts(const Experts& e, const float* score, int64_t* chosen
         for (int64_t j = 0; j < e.top; j++) total += weight[j];
     else
         for (int64_t i = 0; i < e.count; i++) total += std::exp(score[i] - largest);
-    for (int64_t j = 0; j < e.top; j++) weight[j] /= total;
+    for (int64_t j = 0; j < e.top; j++) {
+        weight[j] /= total;
+        if (e.factors) weight[j] *= e.factors[chosen[j]];
+    }
 }
 
-// y [M, D] = the experts' outputs for x [M, D], weighted. Experts are summed in ascending order, so a
-// token's sum does not depend on the other tokens.
-static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const float* x, float* y) {
+// y [M, D] = the experts' outputs for input [M, D], or for a norm of x, weighted. Experts are summed in
+// ascending order, so a token's sum does not depend on the other tokens.
+static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const float* x,
+                        const float* input, int thread, float* y) {
     const int64_t M = p.tokens(), D = s.hidden;
+    const Norm before{e.norm, nullptr, s.eps, false}, of_router{e.router_norm, nullptr, s.eps, false};
+    if (e.norm) input = normed_rows(thread, x, of_router, M, D, p.normed);
     float *gathered = p.routed, *out = gathered + M * D, *score = out + M * D,
           *weight = score + M * e.router.outputs;
     int64_t *chosen = p.routes, *order = chosen + M * e.top, *begin = order + M * e.top;
-    linear(e.router, x, D, M, score, e.router.outputs, STORE);
+    linear(e.router, input, D, M, score, e.router.outputs, STORE);
+    if (e.norm) input = normed_rows(thread, x, before, M, D, p.normed);
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < M; m++) {
         choose_experts(e, score + m * e.router.outputs, chosen + m * e.top, weight + m * e.top);
@@ -432,7 +442,7 @@ static void mix_experts(const Experts& e, const Shape& s, const Pass& p, const f
         if (!count) continue;
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < count; n++)
-            std::memcpy(gathered + n * D, x + places[n] / e.top * D, D * sizeof(float));
+            std::memcpy(gathered + n * D, input + places[n] / e.top * D, D * sizeof(float));
         linear(e.gate_up[i], gathered, D, count, p.inner, s.inner, (Epilogue)s.activation);
         linear(e.down[i], p.inner, s.inner, count, out, D, STORE);
 #pragma omp for schedule(static)
@@ -460,6 +470,38 @@ static void add_shared_expert(const Layer& layer, const Shape& s, const Pass& p,
     }
 }
 
+// Where a dense MLP beside experts leaves its outputs [M, D].
+static float* dense_outputs(const Experts& e, const Shape& s, const Pass& p) {
+    return p.routed + p.tokens() * (2 * s.hidden + e.top + e.router.outputs);
+}
+
+// y [M, D], of experts, becomes the sum of its norm and the norm of the dense MLP's outputs.
+static void add_dense(const Experts& e, const Shape& s, const Pass& p, float* y) {
+    const int64_t M = p.tokens(), D = s.hidden;
+    float* dense = dense_outputs(e, s, p);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        float *to = y + m * D, *from = dense + m * D;
+        rms_norm(to, e.output_norm, D, s.eps, to);
+        rms_norm(from, e.dense_norm, D, s.eps, from);
+        for (int64_t d = 0; d < D; d += LANES) store(to + d, load(to + d) + load(from + d));
+    }
+}
+
+// x [M, D] += what the layer makes of the tokens' own numbers.
+static void add_token_input(const TokenInput& of_layer, const Shape& s, const Pass& p, float* x) {
+    const int64_t M = p.tokens(), D = s.hidden, width = of_layer.projection.inputs;
+    linear(of_layer.gate, x, D, M, p.inner, width, GELU);
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) {
+        const float* numbers = p.inputs + m * p.token_inputs + of_layer.begin;
+        float* gated = p.inner + m * width;
+        for (int64_t i = 0; i < width; i += LANES) store(gated + i, load(gated + i) * load(numbers + i));
+    }
+    linear(of_layer.projection, p.inner, width, M, p.branch, D, STORE);
+    add_branch(of_layer.norm, s, M, p.branch, x);
+}
+
 // p.context [M, H h] from the projections in p.qkv, which it changes.
 static void run_attention(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
                           int thread) {
@@ -480,14 +522,15 @@ static void run_attention(const Layer& layer, const Shape& s, const Pass& p, con
         case 96: attend<96 / LANES>(layer, s, p, c, thread); break;
         case 128: attend<128 / LANES>(layer, s, p, c, thread); break;
         case 256: attend<256 / LANES>(layer, s, p, c, thread); break;
+        case 512: attend<512 / LANES>(layer, s, p, c, thread); break;
     }
 }
 
 // A decoder layer on the residual stream x [M, D], in place. input: what attention reads instead of
 // the norm of x, or null.
-static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, const KVCache& c,
-                          const float* input, float* x, int thread,
-                          const StatePass* states = nullptr) {
+static void decoder_layer(const Layer& layer, const Pass& p, const KVCache& c, const float* input,
+                          float* x, int thread, const StatePass* states = nullptr) {
+    const Shape& s = layer.shape;
     const int64_t M = p.tokens(), D = s.hidden;
     const Norm before{layer.norm, layer.norm_bias, s.eps, s.centred != 0},
         before_mlp{layer.mlp_norm, layer.mlp_norm_bias, s.eps, s.centred != 0};
@@ -505,16 +548,20 @@ static void decoder_layer(const Layer& layer, const Shape& s, const Pass& p, con
         add_branch(layer.attention_norm, s, M, p.branch, x);
     }
     if (!s.parallel) input = layer.mlp_norm ? normed_rows(thread, x, before_mlp, M, D, p.normed) : x;
+    const bool plain = !layer.experts && s.adds_plainly(layer.output_norm);
+    if (layer.gate_up.data) {
+        float* y = plain ? x : layer.experts ? dense_outputs(*layer.experts, s, p) : p.branch;
+        linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);
+        linear(layer.down, p.inner, s.inner, M, y, D, plain ? ADD : STORE);
+    }
     if (layer.experts) {
-        mix_experts(*layer.experts, s, p, input, p.branch);
+        mix_experts(*layer.experts, s, p, x, input, thread, p.branch);
         if (layer.shared_gate) add_shared_expert(layer, s, p, input, p.branch);
-        return add_branch(layer.output_norm, s, M, p.branch, x);
+        if (layer.gate_up.data) add_dense(*layer.experts, s, p, p.branch);
     }
-    linear(layer.gate_up, input, D, M, p.inner, s.inner, (Epilogue)s.activation);
-    if (s.adds_plainly(layer.output_norm)) {
-        linear(layer.down, p.inner, s.inner, M, x, D, ADD);
-    } else {
-        linear(layer.down, p.inner, s.inner, M, p.branch, D, STORE);
-        add_branch(layer.output_norm, s, M, p.branch, x);
-    }
+    if (!plain) add_branch(layer.output_norm, s, M, p.branch, x);
+    if (layer.input.gate.data) add_token_input(layer.input, s, p, x);
+    if (layer.factor == 1) return;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < M * D; i++) x[i] *= layer.factor;
 }

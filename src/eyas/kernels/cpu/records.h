@@ -43,6 +43,10 @@ struct Experts {
     const Matrix *gate_up, *down;  // [count]
     int64_t count, top;
     int64_t normed;  // a token's weights sum to 1; otherwise they are probabilities among all experts
+    // Of experts beside a dense MLP, which all read x (Gemma 4); null: there is no dense MLP. Norms of
+    // what the experts read, of what the router reads, and of the outputs of experts and dense MLP;
+    // the factor of each expert's weight
+    const float *norm, *router_norm, *output_norm, *dense_norm, *factors;
 };
 
 // A layer with recurrent state instead of attention (states.h): a gated delta net, or, without heads,
@@ -54,26 +58,6 @@ struct StateLayer {
     const float* conv_bias;  // [channels], or null
     // of value heads: the decay is exp(rate * softplus(a + step_bias)); the norm's weight
     const float *rate, *step_bias, *norm;
-};
-
-struct Layer {
-    // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
-    // first matrix
-    Matrix qkv, o, gate_up, down;
-    Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
-    const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of norms; null: no norm
-    int64_t window;  // visible positions, the query's own included; 0: all
-    const float *norm_bias, *mlp_norm_bias;         // of norms that are centred; null: none
-    const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
-    int64_t rope;                                   // its table of angles; -1: it does not rotate
-    const Experts* experts;                         // instead of gate_up and down; null: none
-    const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
-    StateLayer state;                               // instead of attention
-    int64_t place;                                  // among the layers with attention, or with state
-    // The shared expert reads every token, in addition to the token's own experts. Its output is
-    // multiplied by the sigmoid of x * shared_gate [hidden]. null: there is no shared expert
-    Matrix shared_gate_up, shared_down;
-    const float* shared_gate;
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
@@ -99,6 +83,40 @@ struct Shape {
 
     // Where the projections of a token have its keys.
     int64_t keys() const { return (gated ? 2 : 1) * heads * head_dim; }
+};
+
+// Numbers that each token has for each layer, beside x (Gemma 4's per-layer embeddings). To x the layer
+// adds the norm of their projection. They are multiplied by gates, gelu(gate * x), first.
+struct TokenInput {
+    Matrix gate, projection;  // gate without data: there are none
+    const float* norm;
+    int64_t begin;  // where the layer's numbers begin among a token's
+};
+
+struct Layer {
+    Shape shape;
+    // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
+    // first matrix
+    Matrix qkv, o, gate_up, down;
+    Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
+    const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of norms; null: no norm
+    int64_t window;  // visible positions, the query's own included; 0: all
+    const float *norm_bias, *mlp_norm_bias;         // of norms that are centred; null: none
+    const float *attention_norm, *output_norm;      // of what attention and MLP add to x; null: none
+    int64_t rope;                                   // its table of angles; -1: it does not rotate
+    const Experts* experts;                         // instead of gate_up and down; null: none
+    const float* sinks;  // [heads]: scores of nothing, in the sum of a softmax alone; null: none
+    StateLayer state;                               // instead of attention
+    int64_t store;  // number of the cache that has its keys and values
+    int64_t place;  // among the layers of that cache, or among those with state
+    int64_t borrows;      // its keys and values are those that an earlier layer has stored at this place
+    const float* v_norm;  // [head_dim]: weight of the norm of values; null: no norm
+    // The shared expert reads every token, in addition to the token's own experts. Its output is
+    // multiplied by the sigmoid of x * shared_gate [hidden]. null: there is no shared expert
+    Matrix shared_gate_up, shared_down;
+    const float* shared_gate;
+    TokenInput input;
+    float factor;  // of what the layer returns
 };
 
 struct KVCache {
@@ -134,12 +152,14 @@ struct Pass {
     // [R, Q, T]: visible nodes among those behind the committed slots; the new nodes are the last Q
     const uint8_t* visible;
     const uint8_t* visible_in_window;  // [R, Q, T]: the same for layers with a window
-    const float *cosine, *sine;        // [table, position, rotary]
-    int64_t table;                     // floats of a table
+    const float *cosine, *sine;        // [table, position, angles]
+    int64_t table, angles;             // floats of a table, and of a position
+    const float* inputs;               // [M, token_inputs]: the numbers of `TokenInput`, or null
+    int64_t token_inputs;
     int64_t
         score_stride;  // floats of a query's scores: at least 2 vectors more than its visible slots
     // Work space for max(M, threads x min(M, SMALL_BATCH)) x D; M x stride; M x the inputs of o; M x inner;
-    // threads x MAX_PAIRS x score_stride; and M x D floats. With experts, M (2 D + top + outputs of
+    // threads x MAX_PAIRS x score_stride; and M x D floats. With experts, M (3 D + top + outputs of
     // the router) floats, and 2 M top + count + 1 integers.
     float *normed, *qkv, *context, *inner, *scores, *branch, *routed;
     int64_t* routes;

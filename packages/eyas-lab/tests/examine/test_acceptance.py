@@ -87,3 +87,22 @@ def test_counters_of_a_server() -> None:
     text += f'{name}{{engine="0",position="1"}} 20.0\n{name}{{engine="0",position="2"}} 0.0\n'
     assert alphas_of(text) == {"0-alpha": 0.8, "1-alpha": 0.25, "2-alpha": 0.0}
     assert alphas_of("vllm:spec_decode_num_drafts_total 0.0\n") == {}
+
+
+LLAMA_SERVER = """\
+# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
+llamacpp:spec_decode_num_accepted_tokens_total 46
+# HELP llamacpp:spec_decode_num_drafts_total Speculative: Total speculative decoding verification steps
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 55
+# HELP llamacpp:spec_decode_num_accepted_tokens_per_pos_total Accepted tokens per draft position
+# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 24
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 13
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 9
+"""  # of llama.cpp b11434, which ran the EAGLE-3 head of packages/draft-vectors
+
+
+def test_counters_of_llama_server() -> None:
+    """Bug: another prefix and counters without labels are not read."""
+    assert alphas_of(LLAMA_SERVER) == {"0-alpha": 24 / 55, "1-alpha": 13 / 24, "2-alpha": 9 / 13}

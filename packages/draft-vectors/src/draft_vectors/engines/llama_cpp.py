@@ -86,12 +86,12 @@ class LlamaCpp(Engine):
         if self.serves != case.name:
             self.serve(case)
         ids, accepted = list[int](), dict[int, int]()  # accepted tokens so far, by the drafted tokens so far
-        for part in self.parts(prompt, case.new_tokens + case.depth):  # it drafts less near the end
+        for part in self.parts(prompt, case.new_tokens):
             ids += part["tokens"]
             times = part["timings"]
             accepted[times.get("draft_n", 0)] = times.get("draft_n_accepted", 0)
         sums = [accepted[drafted] for drafted in sorted(accepted)]
-        return Answer(ids[: case.new_tokens], [after - before for before, after in zip(sums, sums[1:], strict=False)])
+        return Answer(ids, [after - before for before, after in zip(sums, sums[1:], strict=False)])
 
     def parts(self, prompt: Sequence[int], new_tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the messages of an answer, each with its new tokens and the counts of drafts."""

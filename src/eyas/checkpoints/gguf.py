@@ -226,7 +226,9 @@ def _read_fork(file: File) -> Published:
         return next((value for place in places if (value := file.get(place)) is not None), None)
 
     if told("log_snr_conditioning"):
-        raise CheckpointError(f"{file.name} has log_snr_conditioning: the net reads the level of noise, which is not computed here")
+        raise CheckpointError(
+            f"{file.name} has log_snr_conditioning: the net reads the level of noise, which is not computed here"
+        )
     if file.get("ARCH.rope.scaling.factor") is not None and file.get("ARCH.rope.scaling.type") is None:
         raise CheckpointError(f"{file.name} has a factor of RoPE, and does not say which scaling it belongs to")
     mask, layers = told("mask_token_id"), told("target_layer_ids", "target_layers")

@@ -176,7 +176,7 @@ def block_cut_short(decoder: Decoder) -> bool:
     if not isinstance(head, Block):
         return False
     whole, head.block = head.block, decoder.case.depth + head.first_slot
-    return head.block < whole
+    return bool(head.block < whole)
 
 
 @fault("DSpark's Markov head is not added to the logits")

@@ -6,6 +6,7 @@ sentencepiece. The server drafts chains, and its random numbers are its own, so 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class LlamaCpp(Engine):
         shutil.copytree(data / "target", self.target)
         (self.target / "tokenizer.json").write_text(json.dumps(TOKENIZER))
         (self.target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-        self.url, self.serves, self.stop = "", "", weakref.finalize(self, lambda: None)
+        self.url, self.serves = "", ""
+        self.stop: Callable[[], Any] = lambda: None
 
     def converted(self, model: Path) -> Path:
         """Return the file of the target or of a head, by their converter."""
@@ -75,7 +77,8 @@ class LlamaCpp(Engine):
         self.url, self.serves = f"http://127.0.0.1:{port}", case.name
         while server.poll() is None:
             try:
-                return urllib.request.urlopen(f"{self.url}/health").close()
+                urllib.request.urlopen(f"{self.url}/health").close()
+                return
             except OSError:
                 time.sleep(0.1)
         raise RuntimeError(f"llama-server ended with status {server.returncode}")
@@ -91,7 +94,7 @@ class LlamaCpp(Engine):
             times = part["timings"]
             accepted[times.get("draft_n", 0)] = times.get("draft_n_accepted", 0)
         sums = [accepted[drafted] for drafted in sorted(accepted)]
-        return Answer(ids, [after - before for before, after in zip(sums, sums[1:], strict=False)])
+        return Answer(ids, [after - before for before, after in itertools.pairwise(sums)])
 
     def parts(self, prompt: Sequence[int], new_tokens: int) -> Iterator[dict[str, Any]]:
         """Yield the messages of an answer, each with its new tokens and the counts of drafts."""

@@ -53,8 +53,8 @@ class OpenVino(Engine):
             config = json.loads((model / "config.json").read_text())
             config["architectures"] = ["LlamaForCausalLMEagle3"]  # by which it knows EAGLE-3
             (model / "config.json").write_text(json.dumps(config))
-        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", model]
-        options = "--task text-generation-with-past --weight-format fp32 --trust-remote-code".split()
+        command: list[Any] = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", model]
+        options = ["--task", "text-generation-with-past", "--weight-format", "fp32", "--trust-remote-code"]
         subprocess.run([*command, *options, made], check=True, stdout=subprocess.DEVNULL)
         if method == "eagle3":
             file = made / "openvino_model.xml"

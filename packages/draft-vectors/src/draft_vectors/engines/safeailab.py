@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 from draft_vectors.arrays import Floats
 from draft_vectors.decode import ACCEPT, DRAFT, TARGET, Case, Noise
-from draft_vectors.runner import Answer, Drafted, Engine, head_folder
+from draft_vectors.runner import Answer, Drafted, Engine
 
 __all__ = ["SafeAILab"]
 
@@ -36,8 +37,12 @@ class SafeAILab(Engine):
         super().__init__(data, dtype)
         with tempfile.TemporaryDirectory() as head, mock.patch.object(ea_model, "AutoTokenizer"):
             tensors = load_file(data / "eagle1" / "model.safetensors")
-            tensors["embed_tokens.weight"] = load_file(data / "target" / "model.safetensors")["model.embed_tokens.weight"]
-            torch.save(tensors, Path(head) / "pytorch_model.bin")  # their code reads a pickle, with the target's embeddings
+            tensors["embed_tokens.weight"] = load_file(data / "target" / "model.safetensors")[
+                "model.embed_tokens.weight"
+            ]
+            torch.save(
+                tensors, Path(head) / "pytorch_model.bin"
+            )  # their code reads a pickle, with the target's embeddings
             (Path(head) / "config.json").write_text((data / "eagle1" / "config.json").read_text())
             places = {"base_model_path": str(data / "target"), "ea_model_path": head}
             self.model = ea_model.EaModel.from_pretrained(**places, torch_dtype=getattr(torch, dtype)).eval()
@@ -94,13 +99,14 @@ class _Run:
             mock.patch.object(ea_model, "evaluate_posterior", judged),
             mock.patch.object(cnets.Model, "topK_genrate", grown),
             mock.patch.object(torch, "multinomial", self.choose),
-            mock.patch.object(random, "random", lambda: _Uniform(self)),
+            mock.patch.object(random, "random", partial(_Uniform, self)),
         ):
             temperature = float(self.case.rule != "greedy")
             text = model.eagenerate(
                 torch.tensor([list(prompt)]), temperature, max_new_tokens=new_tokens, tree_choices=choices
             )
-        return text[0, len(prompt) :].tolist()[:new_tokens]
+        new: list[int] = text[0, len(prompt) :].tolist()
+        return new[:new_tokens]
 
     def choose(self, p: torch.Tensor, count: int, replacement: bool = False) -> torch.Tensor:
         """Stand in for torch.multinomial."""

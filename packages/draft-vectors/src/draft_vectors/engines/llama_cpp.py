@@ -26,7 +26,6 @@ from draft_vectors.runner import Answer, Engine, head_folder
 
 __all__ = ["LlamaCpp"]
 
-METHODS = ("eagle3", "dflash", "dspark")
 EXACT = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off -np 1 -c 256 -t 1 -td 1 --no-webui --cache-ram 0"
 TOKENIZER = {
     "version": "1.0",
@@ -84,7 +83,7 @@ class LlamaCpp(Engine):
         raise RuntimeError(f"llama-server ended with status {server.returncode}")
 
     def generate(self, case: Case, prompt: Sequence[int]) -> Answer | None:
-        if case.method not in METHODS or case.tree != "chain" or case.rule != "greedy":
+        if case.method not in ("eagle3", "dflash", "dspark") or case.tree != "chain" or case.rule != "greedy":
             return None
         if self.serves != case.name:
             self.serve(case)

@@ -25,14 +25,13 @@ from draft_vectors.runner import Answer, Engine
 __all__ = ["OpenVino"]
 
 EXACT = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-LAYERS = "1 2 3"  # of EAGLE-3: it counts outputs of layers, and the head's file inputs (2, 3, 4)
 
 
 class OpenVino(Engine):
     """Its pipeline, one head at a time."""
 
     name = "OpenVINO GenAI"
-    layers = LAYERS
+    layers = "1 2 3"  # of EAGLE-3: it counts outputs of layers, and the head's file inputs (2, 3, 4)
     cache = "f32"  # type of keys and values; its default here is f16, with which trees change texts
 
     def __init__(self, data: Path, dtype: str = "float32") -> None:

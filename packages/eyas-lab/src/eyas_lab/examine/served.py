@@ -12,9 +12,11 @@ __all__ = ["alphas_of", "served_alphas"]
 
 SECONDS = 10.0
 LARGEST = 64 * 2**20  # bytes of an answer
-NAME = r"^(?:vllm|llamacpp):spec_decode_num_"
-ACCEPTED = re.compile(NAME + r'accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)$', re.MULTILINE)
-DRAFTS = re.compile(NAME + r"drafts(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+ACCEPTED = re.compile(
+    r'^(?:vllm|llamacpp):spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)$',
+    re.MULTILINE,
+)
+DRAFTS = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_drafts(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 def served_alphas(url: str) -> dict[str, float]:

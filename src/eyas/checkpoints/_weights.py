@@ -130,9 +130,8 @@ def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     that was saved from within a model or a trainer, such as "model." (a whole model has no fc)."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     prefix = next((found[1] for name in kept if (found := _WRAPPED.fullmatch(name))), "")
-    if not prefix or any(prefix + name in kept for name in kept):
-        return kept
-    return {name.removeprefix(prefix): tensor for name, tensor in kept.items()}
+    bare = {name.removeprefix(prefix): tensor for name, tensor in kept.items()}
+    return bare if len(bare) == len(kept) else kept  # a name with and without the prefix: neither is meant
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:

@@ -141,35 +141,13 @@ def test_block_heads(name: str, target: Target, tmp_path: Path) -> None:
     assert texts(target, path, read.method) == texts(target, tmp_path / "head", read.method)
 
 
-def in_a_fork(parts: Parts, architecture: str) -> Parts:
-    """The same head as forks of llama.cpp write it: no tokens, other names, layers as outputs."""
-    fork, inner = ("dspark.", "dspark") if architecture == "dspark" else ("dflash_", "dflash")
-    changed = {"fc.": f"{fork}fc.", "enc.output_norm.": f"{fork}hidden_norm."}
-    if architecture == "dspark":
-        changed |= {"markov_w1.": "dspark.markov_head_a.", "markov_w2.": "dspark.markov_head_b."}
-        changed |= {"conf_proj.": "dspark.confidence_head."}
-    else:
-        changed |= {".ffn_norm.": ".post_attention_norm."}
-    tensors, settings = dict[str, Tensor](), dict(parts[1])
-    for name, tensor in parts[0].items():
-        before = next((part for part in changed if name.startswith(part) or (part[0] == "." and part in name)), "")
-        tensors[name.replace(before, changed[before]) if before else name] = tensor
-    for name in ("vocab_size", "context_length", "sample_from_anchor"):
-        settings.pop(name, None)
-    settings[f"{inner}.mask_token_id"] = settings.pop("tokenizer.ggml.mask_token_id")
-    settings[f"{inner}.block_size"] = settings.pop("block_size")
-    told = f"{inner}.target_layers" if architecture == "dspark" else f"{inner}.target_layer_ids"
-    settings[told] = [layer - 1 for layer in settings.pop("target_layers")]
-    return tensors, settings
-
-
 @pytest.mark.parametrize(
     ("name", "architecture"), [("dflash", "dflash-draft"), ("dflash", "qwen35-dflash-draft"), ("dspark", "dspark")]
 )
 def test_files_of_forks(name: str, architecture: str, target: Target, tmp_path: Path) -> None:
     """Guards the files that llama.cpp refuses: no vocabulary, layers one lower, other names. They draft as the folder does."""
     folder, parts = block_parts(target, tmp_path / "head", name)
-    path = gguf_heads.write(tmp_path / "head.gguf", architecture, *in_a_fork(parts, architecture))
+    path = gguf_heads.write(tmp_path / "head.gguf", architecture, *gguf_heads.in_a_fork(parts, architecture))
     read = checkpoints.load(path)
     assert_same(read, folder)
     for key in set(folder.config) - {"eyas", "target_layers", "vocab_size", "max_positions"}:
@@ -180,7 +158,7 @@ def test_files_of_forks(name: str, architecture: str, target: Target, tmp_path: 
 
 def test_refused_files_of_forks(target: Target, tmp_path: Path) -> None:
     """Guards against settings that are read wrongly in silence: a net that reads noise, a scaling without its kind."""
-    parts = in_a_fork(block_parts(target, tmp_path / "head", "dspark")[1], "dspark")
+    parts = gguf_heads.in_a_fork(block_parts(target, tmp_path / "head", "dspark")[1], "dspark")
     for key, value, why in (
         ("dspark.log_snr_conditioning", True, "the level of noise"),
         ("rope.scaling.factor", 64.0, "does not say which scaling"),

@@ -162,6 +162,28 @@ def module(architecture: str, tensors: Mapping[str, Tensor], layers: int) -> dic
     return made
 
 
+def in_a_fork(parts: Parts, architecture: str) -> Parts:
+    """The same head as forks of llama.cpp write it: no tokens, other names, layers as outputs."""
+    fork, inner = ("dspark.", "dspark") if architecture == "dspark" else ("dflash_", "dflash")
+    changed = {"fc.": f"{fork}fc.", "enc.output_norm.": f"{fork}hidden_norm."}
+    if architecture == "dspark":
+        changed |= {"markov_w1.": "dspark.markov_head_a.", "markov_w2.": "dspark.markov_head_b."}
+        changed |= {"conf_proj.": "dspark.confidence_head."}
+    else:
+        changed |= {".ffn_norm.": ".post_attention_norm."}
+    tensors, settings = dict[str, Tensor](), dict(parts[1])
+    for name, tensor in parts[0].items():
+        before = next((part for part in changed if name.startswith(part) or (part[0] == "." and part in name)), "")
+        tensors[name.replace(before, changed[before]) if before else name] = tensor
+    for name in ("vocab_size", "context_length", "sample_from_anchor"):
+        settings.pop(name, None)
+    settings[f"{inner}.mask_token_id"] = settings.pop("tokenizer.ggml.mask_token_id")
+    settings[f"{inner}.block_size"] = settings.pop("block_size")
+    told = f"{inner}.target_layers" if architecture == "dspark" else f"{inner}.target_layer_ids"
+    settings[told] = [layer - 1 for layer in settings.pop("target_layers")]
+    return tensors, settings
+
+
 def renamed(name: str, after: str, norm: str) -> str:
     """Return the name that llama.cpp gives to a published tensor; the norm called `after` becomes `norm`."""
     stem, _, kind = name.rpartition(".")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import eyas.checkpoints
 from eyas.checkpoints import Weights, load, save
@@ -364,6 +364,22 @@ def test_buffers_and_a_prefix(tmp_path: Path, form: str) -> None:
         made = read(tmp_path, (config, tensors_))
         assert same(made.tensors, plain.tensors)
         assert made.config == plain.config
+
+
+@pytest.mark.parametrize("prefix", ["draft_model.", "module.eagle_module.", "_orig_mod.model."])
+def test_shards_of_a_wrapped_head(tmp_path: Path, prefix: str) -> None:
+    """Guards heads in shards whose names begin with the trainer's modules."""
+    config, held = vllm()
+    plain = read(tmp_path, (config, held))
+    folder, where = tmp_path / "shards", dict[str, str]()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for number, part in enumerate((sorted(held)[::2], sorted(held)[1::2])):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file({prefix + name: held[name] for name in part}, folder / file)
+        where |= {prefix + name: file for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert same(load(folder).tensors, plain.tensors)
 
 
 REFUSED: list[tuple[Head, str]] = [

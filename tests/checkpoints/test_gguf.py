@@ -141,6 +141,43 @@ def test_block_heads(name: str, target: Target, tmp_path: Path) -> None:
     assert texts(target, path, read.method) == texts(target, tmp_path / "head", read.method)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("dflash", "dflash-draft"), ("dflash", "qwen35-dflash-draft"), ("dspark", "dspark")]
+)
+def test_files_of_forks(name: str, architecture: str, target: Target, tmp_path: Path) -> None:
+    """Guards the files that llama.cpp refuses: no vocabulary, layers one lower, other names. They draft as the folder does."""
+    folder, parts = block_parts(target, tmp_path / "head", name)
+    path = gguf_heads.write(tmp_path / "head.gguf", architecture, *gguf_heads.in_a_fork(parts, architecture))
+    read = checkpoints.load(path)
+    assert_same(read, folder)
+    for key in set(folder.config) - {"eyas", "target_layers", "vocab_size", "max_positions"}:
+        assert read.config[key] == folder.config[key], key
+    assert read.config["vocab_size"] in (None, target.vocab_size)
+    assert texts(target, path, read.method) == texts(target, tmp_path / "head", read.method)
+
+
+def test_refused_files_of_forks(target: Target, tmp_path: Path) -> None:
+    """Guards against settings that are read wrongly in silence: a net that reads noise, a scaling without its kind."""
+    parts = gguf_heads.in_a_fork(block_parts(target, tmp_path / "head", "dspark")[1], "dspark")
+    for key, value, why in (
+        ("dspark.log_snr_conditioning", True, "the level of noise"),
+        ("rope.scaling.factor", 64.0, "does not say which scaling"),
+    ):
+        refused(tmp_path, (parts[0], parts[1] | {key: value}), why, "dspark")
+    refused(tmp_path, (parts[0] | {"more.weight": torch.zeros(2)}, parts[1]), "more.weight", "dspark")
+
+
+def test_a_file_without_a_vocabulary(target: Target, tmp_path: Path) -> None:
+    """Guards llama.cpp's own architecture without tokens, whose tokens are the target's."""
+    folder, (tensors, settings) = block_parts(target, tmp_path / "head", "dflash")
+    settings = {**settings, "tokenizer.ggml.model": "none"}
+    del settings["vocab_size"]
+    read = checkpoints.load(gguf_heads.write(tmp_path / "head.gguf", "dflash", tensors, settings))
+    assert_same(read, folder)
+    assert read.config["vocab_size"] is None
+    assert find("dflash").load(read, target).weights().config["vocab_size"] == target.vocab_size
+
+
 def test_a_draft_vocabulary(target: Target, tmp_path: Path) -> None:
     """Guards DSpark over 40 tokens: the file holds the target's ids, the form of the speculators library offsets."""
     _, (tensors, settings) = block_parts(target, tmp_path / "head", "dspark")

@@ -131,8 +131,10 @@ def read_common(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str
 
 def base(layer: Mapping[str, Any], settings: Mapping[str, Any], feature_layers: Sequence[int]) -> dict[str, Any]:
     """Return the part of our config that all forms say alike, in the config of the layers and in their settings."""
+    unnamed = {"vocab_size": None} if layer.get("vocab_size", 0) is None else {}  # a file without tokens or tables
     return {
-        **read_layer(layer),
+        **read_layer({**layer, "vocab_size": 1} if unnamed else layer),
+        **unnamed,
         **read_rope(layer),
         "qkv_bias": False,
         "layers": count(layer, "num_hidden_layers"),

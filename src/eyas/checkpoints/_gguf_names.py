@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "YARN_KEYS", "block_names", "eagle3_names", "llama3_factors",
-    "mtp_names",
+    "FACTOR_KEYS", "LAYER_KEYS", "MTP_TYPES", "YARN_KEYS", "block_names", "eagle3_names", "in_dflash",
+    "llama3_factors", "mtp_names",
 ]  # fmt: skip
 
 MTP_TYPES = {
@@ -98,6 +98,26 @@ _MTP_LAYER = {
     "ffn_down_exps.weight": "mlp.experts.down_proj",
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
 }
+
+
+_IN_DFLASH = {
+    **{f"{fork}fc": "fc" for fork in ("dflash_", "dflash.", "dspark.")},
+    **{f"{fork}hidden_norm": "enc.output_norm" for fork in ("dflash_", "dflash.", "dspark.")},
+    "dspark.markov_head_a": "markov_w1",
+    "dspark.markov_head_b": "markov_w2",
+    **{f"dflash.dspark.markov.w{i}": f"markov_w{i}" for i in (1, 2)},
+    **{name: "conf_proj" for name in ("confidence_proj", "dspark.confidence_head", "dflash.dspark.confidence")},
+}
+"""Names of tensors of block heads in files of llama.cpp's forks -> llama.cpp's own, without the last part."""
+
+
+def in_dflash(name: str) -> str:
+    """Return llama.cpp's name of a tensor in a fork's file of a block head."""
+    stem, _, kind = name.rpartition(".")
+    known = _IN_DFLASH.get(stem, stem)
+    if known.startswith("blk.") and known.endswith(".post_attention_norm"):
+        known = known.replace("post_attention_norm", "ffn_norm")
+    return f"{known}.{kind}" if stem else name
 
 
 def eagle3_names() -> dict[str, str]:

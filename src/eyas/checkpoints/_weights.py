@@ -29,6 +29,7 @@ Shape = tuple[int, ...]
 Published = tuple[dict[str, Any], dict[str, Tensor]]
 """A config.json and the tensors beside it."""
 
+_WRAPPED = re.compile(r"((?:(?:model|module|_orig_mod|draft_model|eagle_module|dflash_module)\.)+)fc\.weight")
 _FLOAT = r"-?(\d+\.\d+|nan|inf)"
 _FINGERPRINT = re.compile(rf"([0-9a-z_-]+\+)*[0-9a-f]+:{_FLOAT}(,{_FLOAT})*")
 
@@ -125,12 +126,12 @@ def published_at(place: Path) -> Published:
 
 
 def _without_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the frequencies of RoPE, which config.json gives. They also lose the prefix
-    "model." of a head that was saved from within a model (a whole model has no fc)."""
+    """Return the tensors without the frequencies of RoPE, which config.json gives. They also lose the prefix of a head
+    that was saved from within a model or a trainer, such as "model." (a whole model has no fc)."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if "model.fc.weight" not in kept or any(f"model.{name}" in kept for name in kept):
-        return kept
-    return {name.removeprefix("model."): tensor for name, tensor in kept.items()}
+    prefix = next((found[1] for name in kept if (found := _WRAPPED.fullmatch(name))), "")
+    bare = {name.removeprefix(prefix): tensor for name, tensor in kept.items()}
+    return bare if len(bare) == len(kept) else kept  # a name with and without the prefix: neither is meant
 
 
 def save(weights: Weights, folder: str | os.PathLike[str]) -> None:

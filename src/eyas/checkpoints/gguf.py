@@ -63,6 +63,7 @@ class File:
             raise CheckpointError(f"{path.name} is corrupt or truncated: {first_line(error, 200)}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self._unused = set(self._tensors)
+        self._said: dict[str, Any] = {}  # settings beside the file's
         self.architecture = str(self.get(ARCHITECTURE, ""))
         if int(self.get("split.count", 1)) > 1:
             raise CheckpointError(
@@ -74,6 +75,8 @@ class File:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; ARCH in it stands for the architecture. Floats, which the file holds
         in 32 bits, are rounded to the 7 digits that those have."""
+        if key in self._said:
+            return self._said[key]
         field = self.reader.get_field(key.replace("ARCH", getattr(self, "architecture", "")))
         if field is None:
             return default
@@ -87,15 +90,28 @@ class File:
             raise CheckpointError(f"{self.name} has no {key.replace('ARCH', self.architecture)}")
         return value
 
+    def translate(self, name_of: Callable[[str], str], settings: Mapping[str, Any]) -> None:
+        """Read tensors under other names, and these settings before the file's."""
+        self._tensors = {name_of(name): tensor for name, tensor in self._tensors.items()}
+        self._unused, self._said = set(self._tensors), dict(settings)
+
     def vocab_size(self) -> int:
-        """Return the number of tokens that the file names."""
+        """Return the number of tokens that the file names, or of which it has a table."""
+        size = self.stated_vocab_size()
+        if size is None:
+            raise CheckpointError(f"{self.name} has neither {self.architecture}.vocab_size nor tokens")
+        return size
+
+    def stated_vocab_size(self) -> int | None:
+        """Return the same; None for a file that leaves it to the target."""
         stated = self.get("ARCH.vocab_size")
         if stated is not None:
             return int(stated)
         field = self.reader.get_field("tokenizer.ggml.tokens")
-        if field is None:
-            raise CheckpointError(f"{self.name} has neither {self.architecture}.vocab_size nor tokens")
-        return len(field.data)
+        if field is not None:
+            return len(field.data)
+        tables = [self._tensors[name] for name in ("token_embd.weight", "markov_w1.weight") if name in self]
+        return int(tables[0].shape[-1]) if tables else None
 
     # --- tensors
 
@@ -140,6 +156,8 @@ def unpack(path: Path) -> Published:
     file = File(path)
     if file.architecture in _READERS:
         return _READERS[file.architecture](file)
+    if file.architecture == "dspark" or file.architecture.endswith("dflash-draft"):
+        return _read_fork(file)
     if file.get("ARCH.nextn_predict_layers"):
         return _read_mtp(file)
     raise CheckpointError(
@@ -158,6 +176,7 @@ def _read_eagle3(file: File) -> Published:
         )
     config = {
         **_layer_config(file),
+        "vocab_size": file.vocab_size(),
         "architectures": [VLLM],
         "rope_scaling": _rope_scaling(file),
         "target_hidden_size": file.need("ARCH.target_hidden_size"),
@@ -191,9 +210,39 @@ def _read_block(file: File) -> Published:
         **_factors(file),
     }
     tensors = _tensors(file, names.block_names(layers))
+    if (bias := file.get("ARCH.dspark.confidence_bias")) is not None:
+        tensors["confidence_head.proj.bias"] = torch.tensor([bias])
     maps = _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return _block_form(file, config, tensors, maps)
+
+
+def _read_fork(file: File) -> Published:
+    """Read a block head in a file of llama.cpp's forks: `dflash-draft` and `dspark`. Their settings have a name more, their
+    layers are outputs, and tokens are left out."""
+
+    def told(*keys: str) -> Any:
+        places = (f"ARCH.{fork}{key}" for key in keys for fork in ("dflash.", "dspark.", ""))
+        return next((value for place in places if (value := file.get(place)) is not None), None)
+
+    if told("log_snr_conditioning"):
+        raise CheckpointError(
+            f"{file.name} has log_snr_conditioning: the net reads the level of noise, which is not computed here"
+        )
+    if file.get("ARCH.rope.scaling.factor") is not None and file.get("ARCH.rope.scaling.type") is None:
+        raise CheckpointError(f"{file.name} has a factor of RoPE, and does not say which scaling it belongs to")
+    mask, layers = told("mask_token_id"), told("target_layer_ids", "target_layers")
+    next_token = file.architecture == "dspark" or told("markov_rank") or told("confidence_head")
+    said = {
+        "ARCH.block_size": told("block_size"),
+        "tokenizer.ggml.mask_token_id": file.get("tokenizer.ggml.mask_token_id") if mask is None else mask,
+        "ARCH.target_layers": layers and [int(layer) + 1 for layer in layers],
+        "ARCH.attention.layer_norm_rms_epsilon": told("attention.layer_norm_rms_epsilon") or 1e-6,  # Qwen3's
+        "ARCH.context_length": told("context_length") or 2048,
+        "ARCH.sample_from_anchor": bool(next_token),
+    }
+    file.translate(names.in_dflash, said)
+    return _read_block(file)
 
 
 def _block_form(
@@ -301,7 +350,7 @@ def _layer_config(file: File) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.name}: RoPE turns {turned} of the {width} channels of a head, and here all or none"
         )
-    return {**found, "hidden_act": file.get("ARCH.hidden_activation", "silu"), "vocab_size": file.vocab_size()}
+    return {**found, "hidden_act": file.get("ARCH.hidden_activation", "silu"), "vocab_size": file.stated_vocab_size()}
 
 
 def _rope_scaling(file: File) -> dict[str, Any] | None:

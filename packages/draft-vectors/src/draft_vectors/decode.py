@@ -110,6 +110,7 @@ class Decoder:
     Attributes:
         lenient: accept a child among so many best tokens of the target; 1 but for a planted fault.
         stale: whether the target's caches keep rejected nodes; False but for a planted fault.
+        unmoved: whether they keep the tree's first nodes in place of the accepted ones; False but for a planted fault.
         offset: added to the positions of nodes below the root; 0 but for a planted fault.
     """
 
@@ -118,7 +119,7 @@ class Decoder:
         folder = {"eagle2": "eagle1", "seagle": "eagle3"}.get(case.method, case.method)
         self.head = HEADS[case.method](data / folder, self.target, case.window)
         self.noise, self.caches = Noise(case.seed), self.target.new_caches()
-        self.lenient, self.stale, self.offset = 1, False, 0
+        self.lenient, self.stale, self.unmoved, self.offset = 1, False, False, 0
         self.text: list[int] = []
 
     # --- one text
@@ -164,7 +165,7 @@ class Decoder:
         path, bonus, draw = self.verify(nodes, logits, length)
         done = Cycle(length, nodes, logits, path, bonus, draw)
         accepted = [nodes[n] for n in path]
-        kept = range(len(nodes)) if self.stale else path
+        kept = range(len(nodes) if self.stale else len(path)) if self.stale or self.unmoved else path
         for cache in self.caches:
             cache.keep([*range(old), *(old + n for n in kept)])
         self.head.forget(accepted)

@@ -170,6 +170,15 @@ def slots_one_off(decoder: Decoder) -> bool:
     return isinstance(head, Block)
 
 
+@fault("the block has as many slots as tokens are drafted; the head was trained with more, and slots see each other")
+def block_cut_short(decoder: Decoder) -> bool:
+    head = decoder.head
+    if not isinstance(head, Block):
+        return False
+    whole, head.block = head.block, decoder.case.depth + head.first_slot
+    return bool(head.block < whole)
+
+
 @fault("DSpark's Markov head is not added to the logits")
 def no_markov_head(decoder: Decoder) -> bool:
     name = "markov_head.markov_w2.weight"
@@ -191,6 +200,14 @@ def stale_draft_keys(decoder: Decoder) -> bool:
 def stale_target_keys(decoder: Decoder) -> bool:
     decoder.stale = True
     return True
+
+
+@fault(
+    "the target's cache keeps the first nodes of the tree in place of the accepted ones, so the text differs from plain decoding"
+)
+def accepted_path_not_moved(decoder: Decoder) -> bool:
+    decoder.unmoved = True
+    return decoder.case.branch > 1
 
 
 @fault("the target's pass gives nodes below the root positions one too large, so the text differs from plain decoding")

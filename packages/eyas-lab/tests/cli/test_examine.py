@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from command_line import last_json
 from eyas import tiny
 from eyas_lab.commands.demo import EMBEDDED_PROMPTS
+from serving import running, small_llm
 
 Run = Callable[..., Any]
 
@@ -50,6 +51,32 @@ def test_a_head_that_does_not(run: Run, prompts: Path, tmp_path: Path) -> None:
     advice = '"eyas": {"norm_before_residual": true}; write "eyas": {"norm_before_residual": false}'
     assert advice in shown.stdout
     assert shown.stdout.splitlines()[-1] == "verdict: fits with changes"
+
+
+@pytest.mark.slow
+def test_a_live_server(run: Run, prompts: Path) -> None:
+    """Bug: the shares on the server are not those of the answers that it gave, or are left out of the table."""
+    chain = {"nodes": 4, "depth": 3, "branch": 1}
+    llm, counted = small_llm(draft=tiny.HEADS["mtp"], tree=chain), [0] * 4
+    for prompt in EMBEDDED_PROMPTS:
+        for length in llm.generate(prompt, max_new_tokens=24).stats.accepted_lengths:
+            counted = [count + (length >= depth) for depth, count in enumerate(counted)]
+    with running(llm) as server:
+        for prompt in EMBEDDED_PROMPTS:
+            asked = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": prompt}],
+                "temperature": 0,
+                "max_tokens": 24,
+            }
+            assert server.post("/v1/chat/completions", asked).status_code == 200
+        server.wait_until_idle()
+        asked_for = ("examine", tiny.HEADS["mtp"], "--prompts", prompts, "--max-new-tokens", 24)
+        shown = run(*asked_for, "--metrics", f"{server.url}/metrics")
+        found = last_json(run(*asked_for, "--metrics", f"{server.url}/metrics", "--json"))
+    assert "on the server" in shown.stdout
+    assert found["served"] == {f"{n}-alpha": counted[n + 1] / counted[n] for n in range(3)}
+    assert found["served"]["0-alpha"] == pytest.approx(found["published"]["alphas"]["0-alpha"], abs=0.15)
 
 
 def test_bad_input(refused: Callable[..., str], prompts: Path, tmp_path: Path) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gguf_heads
 from examined import World
 from eyas import checkpoints, drafters
+from eyas.checkpoints._files import read_config, read_tensors
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
-from eyas_lab.examine.acceptance import DEPTH, cycles, which_are_right
+from eyas.targets.loading import load_target
+from eyas_lab.examine.acceptance import DEPTH, cycles, keep, which_are_right
 from eyas_lab.examine.served import alphas_of
 from eyas_lab.examine.verdict import examine
 from eyas_lab.metrics import cycle_of
 
 pytestmark = pytest.mark.slow
+VECTORS = Path(__file__).parents[3] / "draft-vectors/src/draft_vectors/data"
 RANDOM: dict[str, dict[str, Any]] = {
     "eagle1": {"head.inputs": "unshifted"},
     "peagle": {"head.layers": "0,2,3", "head.depth": 2, "head.levels": DEPTH},
@@ -87,3 +93,35 @@ def test_counters_of_a_server() -> None:
     text += f'{name}{{engine="0",position="1"}} 20.0\n{name}{{engine="0",position="2"}} 0.0\n'
     assert alphas_of(text) == {"0-alpha": 0.8, "1-alpha": 0.25, "2-alpha": 0.0}
     assert alphas_of("vllm:spec_decode_num_drafts_total 0.0\n") == {}
+
+
+LLAMA_SERVER = """\
+# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
+llamacpp:spec_decode_num_accepted_tokens_total 46
+# HELP llamacpp:spec_decode_num_drafts_total Speculative: Total speculative decoding verification steps
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 55
+# HELP llamacpp:spec_decode_num_accepted_tokens_per_pos_total Accepted tokens per draft position
+# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 24
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 13
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 9
+"""  # of llama.cpp b11434, which ran the EAGLE-3 head of packages/draft-vectors
+
+
+def test_counters_of_llama_server() -> None:
+    """Bug: another prefix and counters without labels are not read."""
+    assert alphas_of(LLAMA_SERVER) == {"0-alpha": 24 / 55, "1-alpha": 13 / 24, "2-alpha": 9 / 13}
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("dflash", "dflash-draft"), ("dspark", "dspark")])
+def test_a_file_of_a_fork(name: str, architecture: str, tmp_path: Path) -> None:
+    """Bug: a head in a file that llama.cpp refuses is refused here, or measured otherwise than in its folder."""
+    target = load_target(VECTORS / "target", dtype="float32", device="cpu")
+    record = json.loads((VECTORS / "vectors.json").read_text())
+    answers = record["cases"][f"{name}-chain-greedy"]["answers"]
+    kept = [keep(target, ids, answer["ids"]) for ids, answer in zip(record["prompts"], answers, strict=True)]
+    parts = gguf_heads.block(read_config(VECTORS / name), read_tensors(VECTORS / name))
+    file = gguf_heads.write(tmp_path / "head.gguf", architecture, *gguf_heads.in_a_fork(parts, architecture))
+    found, expected = (examine(str(place), target, kept) for place in (file, VECTORS / name))
+    assert (found.verdict, found.steps, found.published) == ("fits", (), expected.published)

@@ -1,4 +1,4 @@
-"""The acceptance of drafts by depth on a server, from the counters of vLLM, which eyas' server has too."""
+"""The acceptance of drafts by depth on a server, from the counters of vLLM, which eyas' and llama.cpp's servers have too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["alphas_of", "served_alphas"]
 SECONDS = 10.0
 LARGEST = 64 * 2**20  # bytes of an answer
 ACCEPTED = re.compile(
-    r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
+    r'^(?:vllm|llamacpp):spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}]*position="(\d+)"[^}]*\} (\S+)$',
+    re.MULTILINE,
 )
-DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+DRAFTS = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_drafts(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 def served_alphas(url: str) -> dict[str, float]:
@@ -27,7 +28,8 @@ def served_alphas(url: str) -> dict[str, float]:
         raise InputError(f"--metrics {url}: {one_line(error, 200)}") from error
     if not (found := alphas_of(text)):
         raise InputError(
-            f"--metrics {url}: no counters of accepted drafts by position are there, or nothing was drafted yet"
+            f"--metrics {url}: no counters of accepted drafts by position are there, or nothing was drafted yet (llama-server "
+            "needs --metrics)"
         )
     return found
 

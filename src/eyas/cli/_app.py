@@ -27,6 +27,7 @@ from typing import Annotated, Any, get_origin
 
 import cyclopts
 from cyclopts import App, Group, Parameter
+from cyclopts.help import DefaultFormatter
 from rich.markup import escape
 
 from eyas import __version__, elsewhere
@@ -112,11 +113,17 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
+    def draw(console: Any, options: Any, panel: Any) -> None:
+        if panel.title == "Further" and "--help-all" not in tokens:
+            return console.print(f"Further options: eyas {tokens[0]} --help-all")
+        DefaultFormatter()(console, options, panel)
+
     app = App(
         name="eyas",
         help=HELP,
         help_format="rich",
         help_flags=["--help", "-h"],
+        help_formatter=draw,
         help_epilogue=_epilogue(EXAMPLES),
         version=f"eyas {__version__}",
         version_format="plaintext",
@@ -148,7 +155,7 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
 def _epilogue(examples: str, notes: Sequence[str] = ()) -> str:
     """Return the end of a help page; an empty line between lines keeps them apart."""
     parts = [line.partition("  # ") for line in examples.strip().splitlines()]
-    lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, _, purpose in parts]
+    lines = [f"[cyan]{escape(line)}[/][dim]{escape(sign + purpose)}[/]" for line, sign, purpose in parts]
     return "\n\n".join([*(["[bold]Examples[/]"] if lines else []), *lines, *map(escape, notes)])
 
 

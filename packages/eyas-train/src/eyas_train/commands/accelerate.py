@@ -60,7 +60,7 @@ eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the ne
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
-    "After an interruption the same command goes on where it was.",
+    "After an interruption, run the same command: it continues.",
 )
 
 
@@ -69,8 +69,8 @@ class AccelerateOptions:
     """The questions, the time, and the folder of the head."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
-    """Questions or chats (JSONL) like those that the model will get, .gz too. Default: questions of
-    ours, in English."""
+    """Questions or chats (JSONL) like those that the model will get, .gz too. Default: 794
+    questions in English that come with eyas."""
     minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
     """Minutes for the whole command."""
     method: Annotated[str | None, "Method", "NAME"] = None

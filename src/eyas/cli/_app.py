@@ -113,17 +113,21 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
-    def draw(console: Any, options: Any, panel: Any) -> None:
-        if panel.title == "Further" and "--help-all" not in tokens:
-            return console.print(f"Further options: eyas {tokens[0]} --help-all")
-        DefaultFormatter()(console, options, panel)
+    class Panels(DefaultFormatter):
+        """Draws the panel of further options only with --help-all."""
+
+        def __call__(self, console: Any, options: Any, panel: Any) -> None:
+            if panel.title == "Further" and "--help-all" not in tokens:
+                console.print(f"Further options: eyas {tokens[0]} --help-all")
+            else:
+                super().__call__(console, options, panel)
 
     app = App(
         name="eyas",
         help=HELP,
         help_format="rich",
         help_flags=["--help", "-h"],
-        help_formatter=draw,
+        help_formatter=Panels(),
         help_epilogue=_epilogue(EXAMPLES),
         version=f"eyas {__version__}",
         version_format="plaintext",

@@ -29,7 +29,9 @@ Options = TypeVar("Options")
 
 Fields = dict[str, Any]  # keywords, or an object of JSON
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
-PANELS = "Prompt Model Server Limits Speed Method Data Training Sampling Output Machine Further".split()
+PANELS = (
+    "Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine", "Further",
+)  # fmt: skip
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:

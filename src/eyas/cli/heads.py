@@ -25,7 +25,7 @@ NOTES = (
 
 
 def command(
-    model: Annotated[str | None, "Model", Parameter(help="The target: a folder or a hub id. Default: all heads.")] = None,
+    model: Annotated[str | None, "Model", Parameter(help="Folder or hub id of the target. Default: all heads.")] = None,
     /,
     *,
     as_json: AS_JSON = False,

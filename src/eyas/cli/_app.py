@@ -33,7 +33,7 @@ from rich.markup import escape
 from eyas import __version__, elsewhere
 from eyas.cli._errors import UsageError
 from eyas.cli._load import collector_paused
-from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
+from eyas.cli._options import STDIN, annotate, given, placeholders
 from eyas.errors import near, one_line
 
 HELP = (
@@ -114,11 +114,11 @@ def _place(arguments: Sequence[str]) -> str:
 
 def _app(tokens: Sequence[str]) -> App:
     class Panels(DefaultFormatter):
-        """Draws the panel of further options only with --help-all."""
+        """Draws the panel of options that few need only with --help-all."""
 
         def __call__(self, console: Any, options: Any, panel: Any) -> None:
-            if panel.title == "Further" and "--help-all" not in tokens:
-                console.print(f"Further options: eyas {tokens[0]} --help-all")
+            if panel.title == "More" and "--help-all" not in tokens:
+                console.print(f"More options: eyas {tokens[0]} --help-all")
             else:
                 super().__call__(console, options, panel)
 
@@ -149,10 +149,6 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
         app.command(inner)
         return
     function = _complete(module.command, tokens)
-    kinds = [parameter.annotation for parameter in _signature(module.command).parameters.values()]
-    has_methods = any(isinstance(kind, type) and issubclass(kind, MethodOptions) for kind in kinds)
-    if has_methods and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
-        epilogue += f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
     app.command(function, name=name, group=group, help_epilogue=epilogue)
 
 

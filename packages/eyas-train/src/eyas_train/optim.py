@@ -64,6 +64,7 @@ class HeadOptimizer:
             self.optimizers.append(adamw)
 
     def zero_grad(self) -> None:
+        """Forget the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -172,6 +172,8 @@ class Models:
             began = time.monotonic()
             llm = load_llm()
             need_tokenizer(llm)
+            if not getattr(llm.tokenizer, "chat_template", None):
+                raise InputError("this target has no chat template: use eyas train --data FILE with plain text")
             self.loading_seconds = time.monotonic() - began
             self._loaded = purpose, llm
         return self._loaded[1]

@@ -272,8 +272,7 @@ def _message(error: Exception) -> str:
     """Return an exception's message on one line; with its type if the message alone says little."""
     message = one_line(error)
     if "couldn't connect to" in message:
-        offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
-        return f"there is no such folder, and the hub cannot be reached{offline}"
+        return "no such folder, and the hub cannot be reached" + " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
     # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
     if type(error).__name__.startswith("StrictDataclass"):
         return message[max(0, message.find("Field ")) :].partition(". Errors:")[0][:REASON_LENGTH]

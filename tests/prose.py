@@ -34,7 +34,7 @@ PAGES = (
 SOURCES = ("src/eyas/**/*.py", "packages/*/src/**/*.py")  # of docstrings and errors
 SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):\n((?: {4}.*(?:\n|\Z)|\n(?= {4}))+)", re.MULTILINE)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-SUBJECT = re.compile(r"[A-Z][^;]{0,70}[^;.]")  # of a commit
+SUBJECT = re.compile(r"(?!(?:The|An?|\w*[^s]s)\b)[A-Z][^;]{0,70}[^;.]")  # of a commit: imperative, one line
 
 
 def sentences(text: str) -> Iterator[str]:

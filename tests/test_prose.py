@@ -71,7 +71,7 @@ def test_public_names_without_a_docstring() -> None:
 
 
 def test_subjects_of_commits() -> None:
-    """Guards the form of a subject: a capital, one change, at most 72 characters, no full stop."""
+    """Guards the form of a subject: a verb with a capital, one change, at most 72 characters, no full stop."""
     assert prose.SUBJECT.fullmatch("Load MTP heads through the common loader")
-    for wrong in ("load heads", "Load heads; save them", "Load heads.", "L" * 73):
+    for wrong in ("load heads", "Loads heads", "The heads load", "Load heads; save them", "Load heads.", "L" * 73):
         assert not prose.SUBJECT.fullmatch(wrong)

@@ -96,16 +96,22 @@ def commands_page() -> str:
     if not python.exists():
         return "# Commands\n\nThis site was built without `.venv`: run `eyas --help`, and `eyas COMMAND --help`."
     names = sorted({file.stem for folder in COMMANDS for file in ROOT.glob(folder) if file.stem[0] != "_"} - {"tools"})
-    parts = ["# Commands", "Each command with its options. [Methods](methods.md) has the options of each method.", f"```text\n{help_of(python)}\n```"]
+    parts = [
+        "# Commands",
+        "Each command, as `eyas COMMAND --help` shows it. [eyas chat](#eyas-chat) also shows the panel *More*, which all commands "
+        "that load a model have. [Methods](methods.md) has the options of each method.",
+        f"```text\n{help_of(python)}\n```",
+    ]
     for name in names:
-        parts += [f"## eyas {name}", f"```text\n{help_of(python, name)}\n```"]
+        everything = ["--method", "vanilla", "--help-all"] if name == "chat" else []
+        parts += [f"## eyas {name}", f"```text\n{help_of(python, name, *everything)}\n```"]
     return "\n\n".join(parts)
 
 
 def help_of(python: Path, *command: str) -> str:
-    """What `eyas COMMAND --help-all` prints on 100 columns, for a method without options of its own."""
+    """What `eyas COMMAND --help` prints on 100 columns."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    line = [str(python), "-m", "eyas", *command, *(["--method", "vanilla"] if command else []), "--help-all"]
+    line = [str(python), "-m", "eyas", *command, "--help"]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return "\n".join(text.rstrip() for text in done.stdout.strip().splitlines())
 

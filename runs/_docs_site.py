@@ -96,9 +96,15 @@ def commands_page() -> str:
     if not python.exists():
         return "# Commands\n\nThis site was built without `.venv`: run `eyas --help`, and `eyas COMMAND --help`."
     names = sorted({file.stem for folder in COMMANDS for file in ROOT.glob(folder) if file.stem[0] != "_"} - {"tools"})
-    parts = ["# Commands", "Each command, as `eyas COMMAND --help` shows it.", f"```text\n{help_of(python)}\n```"]
+    parts = [
+        "# Commands",
+        "Each command, as `eyas COMMAND --help` shows it. [eyas chat](#eyas-chat) also shows the panel *More*, which all commands "
+        "that load a model have. [Methods](methods.md) has the options of each method.",
+        f"```text\n{help_of(python)}\n```",
+    ]
     for name in names:
-        parts += [f"## eyas {name}", f"```text\n{help_of(python, name)}\n```"]
+        everything = ["--method", "vanilla", "--help-all"] if name == "chat" else []
+        parts += [f"## eyas {name}", f"```text\n{help_of(python, name, *everything)}\n```"]
     return "\n\n".join(parts)
 
 

@@ -52,8 +52,12 @@ def quality() -> Iterator[str]:
 
 
 def rounded() -> Iterator[str]:
-    """Yield the statement about rounded weights on the page of models and machines."""
+    """Yield the gains on the page of models and machines."""
     yield from quality()
+    laptop = [head_of(f"smollm2_{weights}", 0)["speedup"] for weights in ("float32", "int8")]
+    yield "135M: {:.1f} times in float32, {:.1f} in int8".format(*laptop)
+    server = [head_of(f"smollm2_{weights}_avx512", 0)["speedup"] for weights in ("float32", "int8", "int4")]
+    yield "135M: {:.1f} times in float32, {:.1f} in int8, {:.1f} in int4".format(*server)
     gains = [head_of(f"smollm2_{w}_avx512", t)["speedup"] for t in (0, 1) for w in ("int8", "int4")]
     yield "{:.1f} times in int8, {:.1f} in int4; when sampling at temperature 1: {:.1f} and {:.1f}".format(*gains)
 

@@ -1,7 +1,7 @@
 """Foreign English in pages, help texts, docstrings and errors, found by pattern; `tests/test_prose.py` fails at the
-first one. It also checks the subjects of a branch's commits.
+first one. It also checks the subjects of a branch's commits, and that public names have docstrings.
 
-python tests/prose.py            prints each sentence
+python tests/prose.py            prints each place; exit status 1 if there is one
 
 The records in docs/lab are left out. A pattern is a guess: where it is wrong, write the sentence differently.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +33,8 @@ PAGES = (
 )  # fmt: skip
 SOURCES = ("src/eyas/**/*.py", "packages/*/src/**/*.py")  # of docstrings and errors
 SECTION = re.compile(r"^(?:Args|Attributes|Raises|Returns|Yields):\n((?: {4}.*(?:\n|\Z)|\n(?= {4}))+)", re.MULTILINE)
-SUBJECT = re.compile(r"[A-Z][^;]{0,70}[^;.]")  # of a commit
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SUBJECT = re.compile(r"(?!(?:The|An?|\w*[^s]s)\b)[A-Z][^;]{0,70}[^;.]")  # of a commit: imperative, one line
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -88,6 +91,33 @@ def errors(tree: ast.Module) -> Iterator[str]:
                 yield "".join(text for text in texts if isinstance(text, str))
 
 
+def undocumented(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
+    """Yield each public class, method and function without a docstring. A docstring in a base class is enough, and so
+    is a decorator that takes a text. Modules and folders with an underscore are private."""
+    bases, documented = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for node in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases[node.name] |= {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+        documented[node.name] |= {n.name for n in node.body if isinstance(n, DEFINITIONS) and ast.get_docstring(n)}
+
+    def inherited(name: str, passed: frozenset[str] = frozenset()) -> set[str]:
+        above = bases[name] - passed
+        return set[str]().union(*(documented[base] | inherited(base, passed | {base}) for base in above))
+
+    def missing(body: Sequence[ast.stmt], known: set[str]) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+                decorators = [ast.unparse(d) for d in node.decorator_list]
+                described = any(re.search(r"^overload$|\.setter$|\([\"']", d) for d in decorators)
+                if not (described or ast.get_docstring(node) or node.name in known):
+                    yield node.name
+                if isinstance(node, ast.ClassDef):
+                    yield from (f"{node.name}.{name}" for name in missing(node.body, inherited(node.name)))
+
+    for file, tree in trees.items():
+        if not any(re.match("_(?!_init__)", part) for part in file.parts):
+            yield from (f"no docstring: {file}: {name}" for name in missing(tree.body, set()))
+
+
 def subjects() -> list[str]:
     """Return the subjects of the commits since main; none where git or main is missing."""
     command = ["git", "log", "--no-merges", "--format=%s", "main..HEAD"]
@@ -122,7 +152,11 @@ def places() -> Iterator[str]:
         for sentence in sentences(text):
             yield from (f"{kind}: {file.relative_to(ROOT)}: {sentence}" for kind in oddities(sentence))
     yield from (f"subject: {subject}" for subject in subjects() if not SUBJECT.fullmatch(subject))
+    sources = (file for pattern in SOURCES for file in sorted(ROOT.glob(pattern)))
+    yield from undocumented({f.relative_to(ROOT): ast.parse(f.read_text(encoding="utf-8")) for f in sources})
 
 
 if __name__ == "__main__":
-    print("\n".join(places()))
+    found = list(places())
+    print("\n".join(found))
+    sys.exit(bool(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import prose
 
@@ -28,8 +29,8 @@ class Counter:
 
 
 def test_texts_have_no_oddity() -> None:
-    """Bug: a page, a help text, a docstring or an error slides back into long sentences and borrowed grammar, or a
-    commit's subject does not fit a line."""
+    """Bug: a page, a help text, a docstring or an error slides back into long sentences and borrowed grammar, a
+    commit's subject does not fit a line, or a public name comes without a docstring."""
     found = list(prose.places())
     assert not found, "\n".join(found)
 
@@ -53,8 +54,24 @@ def test_docstrings_and_errors() -> None:
     assert list(prose.errors(tree)) == ["`code` is no size"]
 
 
+def test_public_names_without_a_docstring() -> None:
+    """Guards the search: private names and private modules are left out, and a base class's docstring is enough."""
+    above = (
+        'class Above:\n    """It."""\n    def read(self) -> int:\n        """Read it."""\n    def write(self): ...\n'
+    )
+    below = "class Below(Above[int]):\n    def read(self): ...\n    def write(self): ...\n    def _own(self): ...\n"
+    others = "@fault('It is late.')\ndef late(): ...\ndef loud(): ...\n"
+    trees = {Path("a.py"): ast.parse(above), Path("b.py"): ast.parse(below + others), Path("_c.py"): ast.parse(others)}
+    assert list(prose.undocumented(trees)) == [
+        "no docstring: a.py: Above.write",
+        "no docstring: b.py: Below",
+        "no docstring: b.py: Below.write",
+        "no docstring: b.py: loud",
+    ]
+
+
 def test_subjects_of_commits() -> None:
-    """Guards the form of a subject: a capital, one change, at most 72 characters, no full stop."""
+    """Guards the form of a subject: a verb with a capital, one change, at most 72 characters, no full stop."""
     assert prose.SUBJECT.fullmatch("Load MTP heads through the common loader")
-    for wrong in ("load heads", "Load heads; save them", "Load heads.", "L" * 73):
+    for wrong in ("load heads", "Loads heads", "The heads load", "Load heads; save them", "Load heads.", "L" * 73):
         assert not prose.SUBJECT.fullmatch(wrong)

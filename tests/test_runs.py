@@ -121,7 +121,10 @@ def test_the_results_are_made_from_the_records(command: Any) -> None:
         assert f"results/{name}.svg" in pages
         assert (results.RECORDS / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
     for path in results.RECORDS.glob("*.json"):
-        json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+        named = ('"commit"' in text or '"first_in_commit"' in text) and '"machine"' in text and '"command"' in text
+        assert named, f"{path.name} names no commit, machine or command"
 
 
 @pytest.mark.parametrize("script", ["front_page", "log_index"])

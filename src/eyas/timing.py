@@ -36,4 +36,5 @@ class StageTimer:
         self.stage_seconds[self._stage] = self.stage_seconds.get(self._stage, 0.0) + time.perf_counter() - self._since
 
     def now(self) -> float:
+        """Return the time in seconds, of a clock that only runs forward."""
         return time.perf_counter()

@@ -42,7 +42,9 @@ def test_the_first_requests(
     client = embedded.client()
     monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
     exec(compile(code, "page", "exec"), {})
-    assert len(capsys.readouterr().out.strip()) > 5
+    printed = capsys.readouterr().out.strip()
+    assert len(printed) > 5
+    assert page is SERVING or f"`{printed}`" in page, "the README says what the model answers"
 
 
 def test_metrics_of_the_pages(embedded: Running) -> None:

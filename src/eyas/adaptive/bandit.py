@@ -43,6 +43,7 @@ class RunningMedian:
         self._seconds: dict[Hashable, deque[float]] = {}
 
     def add(self, kind: Hashable, seconds: float) -> None:
+        """Note the seconds of a cycle of this kind."""
         self._seconds.setdefault(kind, deque(maxlen=7)).append(seconds)
 
     def __getitem__(self, kind: Hashable) -> float:
@@ -72,6 +73,7 @@ class Arm:
 
     @property
     def upper(self) -> float:
+        """The upper end of the estimate: tokens a cycle that the arm may reach."""
         return self.mean + CONFIDENCE * self.variance**0.5  # type: ignore[no-any-return]
 
     @property
@@ -80,6 +82,7 @@ class Arm:
         return self.trial_tokens - self.trial_cycles * self.mean
 
     def drift_on(self) -> None:
+        """Widen the estimate by one cycle's drift: an arm that is not played becomes less certain."""
         self.variance = min(self.variance + self.drift * self.break_even**2, MAX_VARIANCE * self.break_even**2)
 
     def update(self, tokens: float, kind: Hashable) -> None:
@@ -93,6 +96,7 @@ class Arm:
         self.kinds[kind] = self.kinds.get(kind, 0.0) + 1
 
     def replace(self, mean: float, variance: float, seconds: float) -> None:
+        """Take a new estimate: tokens a cycle, their variance, and the seconds expected of a cycle."""
         self.mean, self.variance, self.prior_seconds = mean, variance, seconds
         self.kinds = {}
 
@@ -104,6 +108,7 @@ class Arm:
         return sum(count * medians[kind] for kind, count in self.kinds.items()) / total
 
     def end_trial(self, failed: bool) -> None:
+        """End a trial. After one that failed the next trial waits, each time longer."""
         if failed:
             self.debt = self.trial_loss * 2 ** min(self.failures, BACKOFF)
         self.failures = self.failures + 1 if failed else 0
@@ -135,6 +140,7 @@ class Bandit:
         return None if seconds is None else seconds + self.arms[name].other_seconds
 
     def rate(self, name: str) -> float:
+        """Return tokens per second of an arm; 0 while its seconds are unknown."""
         seconds = self.seconds(name)
         return self.arms[name].mean / seconds if seconds else 0.0
 
@@ -175,6 +181,8 @@ class Bandit:
         return self._left <= 0 and bool(self.arms[self.baseline].kinds)
 
     def choose(self) -> None:
+        """Choose the arm of the next cycle: the best one, or a trial of an arm that may be better and can be
+        afforded."""
         self.best = max(self.arms, key=self.rate)
         for name, arm in self.arms.items():
             arm.break_even = max(1.0, (self.seconds(name) or 0.0) * self.rate(self.best))

@@ -85,6 +85,7 @@ class BatchState:
 
     @property
     def plan_interval(self) -> int:
+        """Return the number of cycles until the next plan."""
         return min(PLAN_EVERY, max(16, 2 * self.learn_interval))
 
 
@@ -112,6 +113,7 @@ class PromptReading:
             self._seconds_per_prompt_token = before + PROMPT_TIME_WEIGHT * (each - before) if before else each
 
     def add_emitted(self, tokens: float) -> None:
+        """Note emitted tokens; the weight of earlier ones and of the prompt decays."""
         keep = max(0.0, 1 - tokens / EMITTED_MEMORY)
         self._prompt_tokens *= keep
         self._emitted = self._emitted * keep + tokens

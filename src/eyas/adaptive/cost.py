@@ -92,6 +92,7 @@ class Costs:
 
     @property
     def quality(self) -> str:
+        """Return one sentence on how far the timings can be trusted."""
         text = f"other processes used {self.others:.0%} of the cores, repeated timings within {self.spread:.0%}"
         return f"doubtful: {text}" if self.doubtful else text
 
@@ -100,9 +101,11 @@ class Costs:
         return self.doubtful and not 0 <= now - self.measured_at < doubtful_seconds
 
     def plain(self, rows: int = 1) -> float:
+        """Return the seconds of a plain cycle for a batch of `rows`."""
         return _interpolate(self.nodes, self.verify, rows) + self.plain_rest
 
     def draft(self, depth: int, branch: int, rows: int = 1) -> float:
+        """Return the seconds of drafting a tree of this depth and branching for a batch of `rows`."""
         first, deeper = (_interpolate(self.branches, costs, branch * rows) for costs in (self.first, self.deeper))
         return first + (depth - 1) * deeper
 
@@ -241,6 +244,7 @@ def _with_own_tree(drafter: Drafter, costs: Costs) -> Costs:
 
 
 def cost_key(drafter: Drafter) -> dict[str, Any]:
+    """Return all on which measured costs depend: target, method, options, head, dtype and machine."""
     target, device = drafter.target, drafter.target.device
     return {
         "format": FORMAT,

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
 
     @property
     def rate(self) -> float:
+        """The expected tokens per second, the bonus token included."""
         return (1 + self.accepted) / self.seconds
 
 

@@ -123,6 +123,7 @@ class NodeChoice:
         self._break_even: list[float] = break_even_K.tolist()
 
     def choose(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """Return how many nodes each row verifies, from the chances of its nodes in the order of the tree."""
         if self.padded:
             accepted = [sum(sum(row[:count]) for row in chances) for count in PADDED]
             count = PADDED[self._best(accepted)]

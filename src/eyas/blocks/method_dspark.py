@@ -103,6 +103,7 @@ class Method(BlockMethod):
 
     @property
     def training(self) -> BlockTraining:
+        """The losses of DSpark: cross-entropy, overlap and confidence, with the weights of the options."""
         train: TrainDSpark = self.options.train
         return train.loss(cross_entropy=train.cross_entropy, overlap=train.overlap, confidence=train.confidence)
 

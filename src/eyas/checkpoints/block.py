@@ -39,6 +39,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Return method, config and tensors of a published block head (z-lab's forms). Raise CheckpointError for other
+    classes."""
     inner, name = mapping(config, "dflash_config"), architecture(config)
     merged = {**config, **inner}
     if "DSpark" in name or any(part.startswith(("markov_head.", "confidence_head.")) for part in tensors):

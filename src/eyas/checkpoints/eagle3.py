@@ -44,6 +44,7 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Return method, config and tensors of an EAGLE-3 head, by the class that its config names."""
     return "eagle3", *_READERS[architecture(config)](config, tensors)
 
 

@@ -45,6 +45,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Return config and tensors of an MTP module in eyas' own form."""
     assert method in METHODS, method
     published = {
         "model_type": MODEL_TYPE,

@@ -82,6 +82,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Return config and tensors of an EAGLE-1 or EAGLE-2 head in the form of SafeAILab."""
     assert method in METHODS, method
     faults = differences(tensors, shapes(config), OPTIONAL)
     assert not faults, faults

@@ -72,6 +72,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
 
 
 def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Published:
+    """Return config and tensors of an EAGLE-3 head in the form of SafeAILab."""
     assert method in METHODS, method
     ours, published = publish_tensors(config, tensors, "midlayer")
     return {**_write_config(ours), "torch_dtype": dtype_of(tensors["fc.weight"])}, published

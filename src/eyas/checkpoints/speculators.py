@@ -63,6 +63,8 @@ def recognises(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Head:
+    """Return method, config and tensors of a head of the library speculators. Raise CheckpointError for types not
+    read."""
     kind = str(config["speculators_model_type"])
     if kind not in _READERS:
         raise CheckpointError(

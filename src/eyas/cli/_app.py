@@ -27,12 +27,13 @@ from typing import Annotated, Any, get_origin
 
 import cyclopts
 from cyclopts import App, Group, Parameter
+from cyclopts.help import DefaultFormatter
 from rich.markup import escape
 
 from eyas import __version__, elsewhere
 from eyas.cli._errors import UsageError
 from eyas.cli._load import collector_paused
-from eyas.cli._options import STDIN, MethodOptions, annotate, given, placeholders
+from eyas.cli._options import STDIN, annotate, given, placeholders
 from eyas.errors import near, one_line
 
 HELP = (
@@ -112,11 +113,21 @@ def _place(arguments: Sequence[str]) -> str:
 
 
 def _app(tokens: Sequence[str]) -> App:
+    class Panels(DefaultFormatter):
+        """Draws the panel of options that few need only with --help-all."""
+
+        def __call__(self, console: Any, options: Any, panel: Any) -> None:
+            if panel.title == "More" and "--help-all" not in tokens:
+                console.print(f"More options: eyas {tokens[0]} --help-all")
+            else:
+                super().__call__(console, options, panel)
+
     app = App(
         name="eyas",
         help=HELP,
         help_format="rich",
         help_flags=["--help", "-h"],
+        help_formatter=Panels(),
         help_epilogue=_epilogue(EXAMPLES),
         version=f"eyas {__version__}",
         version_format="plaintext",
@@ -138,17 +149,13 @@ def _add(app: App, name: str, tokens: Sequence[str]) -> None:
         app.command(inner)
         return
     function = _complete(module.command, tokens)
-    kinds = [parameter.annotation for parameter in _signature(module.command).parameters.values()]
-    has_methods = any(isinstance(kind, type) and issubclass(kind, MethodOptions) for kind in kinds)
-    if has_methods and not any(t.startswith("--method") or t == "--help-all" for t in tokens):
-        epilogue += f"\n\n[bold]Options of methods[/]: eyas {name} --method NAME --help, or eyas {name} --help-all for all of them."
     app.command(function, name=name, group=group, help_epilogue=epilogue)
 
 
 def _epilogue(examples: str, notes: Sequence[str] = ()) -> str:
     """Return the end of a help page; an empty line between lines keeps them apart."""
     parts = [line.partition("  # ") for line in examples.strip().splitlines()]
-    lines = [f"[cyan]{escape(line)}[/]  [dim]{escape(purpose)}[/]" for line, _, purpose in parts]
+    lines = [f"[cyan]{escape(line)}[/][dim]{escape(sign + purpose)}[/]" for line, sign, purpose in parts]
     return "\n\n".join([*(["[bold]Examples[/]"] if lines else []), *lines, *map(escape, notes)])
 
 

@@ -29,7 +29,7 @@ Options = TypeVar("Options")
 
 Fields = dict[str, Any]  # keywords, or an object of JSON
 STDIN = "\N{SYMBOL FOR START OF TEXT}"  # replaces the argument `-`, which would be an option otherwise
-PANELS = ("Prompt", "Model", "Server", "Limits", "Speed", "Method", "Data", "Training", "Sampling", "Output", "Machine")
+PANELS = ("Prompt", "Model", "Server", "Limits", "Method", "Data", "Training", "Sampling", "Output", "Machine", "More")
 
 
 def annotate(annotation: Any, **settings: Any) -> Any:
@@ -76,7 +76,7 @@ def sampling_options(*names: str) -> Callable[[type[Options]], type[Options]]:
 
 
 AS_JSON = Annotated[bool, "Output", Parameter(name="--json", show_default=False, help="Print JSON as the last line.")]
-VERBOSE = Annotated[bool, "Machine", Parameter(help="Show the output of the libraries, too.")]
+VERBOSE = Annotated[bool, "More", Parameter(help="Show the output of the libraries, too.")]
 TREE = Annotated[
     Literal["auto", "fixed"] | None,
     "Method",
@@ -95,7 +95,7 @@ class TargetOptions:
     """The target model: a folder, a hub id or a file in GGUF format. Default: the embedded model."""
     gguf_file: Annotated[str | None, "Model", "NAME"] = None
     """GGUF file in the target's folder or repository."""
-    cache: Annotated[bool, "Machine", Parameter(name="--cache", negative="--no-cache")] = True
+    cache: Annotated[bool, "More", Parameter(name="--cache", negative="--no-cache")] = True
     """Keep converted GGUF files."""
     adapter: Annotated[tuple[str, ...], "Model", "PATH|HUB|NAME=PATH"] = ()
     """PEFT adapter (LoRA, DoRA) to merge. Give several NAME=PATH to let requests choose."""
@@ -108,10 +108,10 @@ class TargetOptions:
     if it is quantised."""
     device: Annotated[str, "Machine", "NAME"] = "auto"
     """cpu, cuda, cuda:1, ..."""
-    device_map: Annotated[str | None, "Machine", "auto|balanced|FILE"] = None
+    device_map: Annotated[str | None, "More", "auto|balanced|FILE"] = None
     """auto, balanced: spread the layers over all GPUs, memory and disk. Or a JSON file with a device, "cpu" or
     "disk" for each part of the model."""
-    offload_folder: Annotated[str | None, "Machine", "FOLDER"] = None
+    offload_folder: Annotated[str | None, "More", "FOLDER"] = None
     """Folder for weights on disk, if not safetensors."""
     kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], "Machine"] = "auto"
     """auto: compiled kernels on a CPU, CUDA graphs on a GPU, if they support the model. on: also say why if
@@ -120,10 +120,10 @@ class TargetOptions:
     weights: Annotated[Literal["exact", "auto", "bfloat16", "int8", "int4"], "Machine"] = "exact"
     """Round the target's weights: fewer bytes to read, but the text is the rounded model's.
     Needs the compiled kernels."""
-    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "Machine"] = "exact"
+    activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "More"] = "exact"
     """Round the inputs of matrix products, too: bfloat16 for bfloat16 weights, int16 or int8 for int8 and int4
     weights."""
-    kv: Annotated[Literal["exact", "bfloat16"], "Machine"] = "exact"
+    kv: Annotated[Literal["exact", "bfloat16"], "More"] = "exact"
     """Round keys and values by the kernels: less memory."""
     verbose: VERBOSE = False
 
@@ -139,7 +139,7 @@ class ExactTarget(TargetOptions):
 
 DRAFT_WEIGHTS = Annotated[
     Literal["exact", "fp8", "int4"],
-    "Machine",
+    "More",
     Parameter(
         help="Format of the draft head's weights. exact: as stored, but the compiled kernels round to int8. "
         "fp8: for GPUs that multiply it. int4: for the compiled kernels. The text stays the same."
@@ -155,8 +155,8 @@ class DraftOptions:
     """The draft head: a folder or a hub id. auto: the one that is listed for the target
     (docs/reference/head_formats.md)."""
     method: Annotated[str | None, "Method", "NAME"] = None
-    """How to draft; `eyas methods` lists the names. Default: the best method for the head; without a
-    head, suffix."""
+    """How to draft; `eyas methods` lists the names, --method NAME --help the options of one. Default: the best
+    method for the head; without a head, suffix."""
     draft_with: Annotated[str | None, "Method", "NAME"] = None
     """Second method, without a head, such as suffix. Both draft in every cycle."""
     tree: TREE = None
@@ -292,12 +292,8 @@ def given(options: Any) -> Fields:
 
 
 def _value_of(option: str, tokens: Sequence[str]) -> str | None:
-    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
-        if token == option:
-            return following
-        if token.startswith(option + "="):
-            return token.partition("=")[2]
-    return None
+    parts = [part for token in tokens for part in token.split("=", token.startswith(f"{option}="))]
+    return parts[parts.index(option) + 1] if option in parts[:-1] else None
 
 
 @functools.cache

@@ -26,11 +26,7 @@ eyas chat --color-accepted  # drafted text is green
 eyas chat --target MODEL --draft HEAD --system 'Be brief.'  # with your own model
 """
 NOTES = ("In the conversation: /help, /reset, /exit. Ctrl-C stops an answer, Ctrl-D ends the conversation.",)
-CHAT_COMMANDS = {
-    "/help": "list these commands",
-    "/reset": "forget the conversation",
-    "/exit": "end it (so does Ctrl-D)",
-}
+CHAT_COMMANDS = {"/help": "list these commands", "/reset": "forget the conversation", "/exit": "end it, like Ctrl-D"}
 
 
 @option_group

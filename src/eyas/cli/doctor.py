@@ -26,6 +26,8 @@ MARKS = {True: "[green] ok [/]", False: "[red]FAIL[/]", None: "    "}
 
 
 class Finding(NamedTuple):
+    """One line of the report."""
+
     topic: str
     good: bool | None  # None: neither good nor bad
     what: str

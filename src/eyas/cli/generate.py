@@ -337,6 +337,7 @@ class CycleView:
         return lambda step: self._cycles.append(writer.write(step))
 
     def write(self, llm: LLM, result: Result) -> None:
+        """Write the page that shows every cycle of the answer."""
         from eyas.serve.page import one_file
 
         data = {

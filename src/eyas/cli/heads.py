@@ -25,7 +25,7 @@ NOTES = (
 
 
 def command(
-    model: Annotated[str | None, "Model", Parameter(help="The target: a folder or a hub id; none: all heads.")] = None,
+    model: Annotated[str | None, "Model", Parameter(help="Folder or hub id of the target. Default: all heads.")] = None,
     /,
     *,
     as_json: AS_JSON = False,
@@ -44,7 +44,7 @@ def command(
     for fit in found:
         print(f"{fit.head.head}  ({fit.head.method})\n    {fit.why}")
     if not found:
-        print(f"no head is listed for {model}: the text itself drafts (--draft suffix)")
+        print(f"no head is listed for {model}: the text itself drafts (--draft suffix); eyas accelerate trains a head")
     print("\nNot in the list:")
     for heads_left_out, reason in named.left_out():
         print(f"{heads_left_out}\n    {reason}")

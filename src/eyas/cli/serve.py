@@ -71,14 +71,14 @@ class ServeOptions:
     remember: Annotated[NonNegativeInt, "Limits", "N"] = 256
     """Responses to keep in memory, for clients that continue by the id of a response or an item; 0 keeps
     none."""
-    recall: Annotated[PositiveInt | None, "Speed", "MIB"] = None
+    recall: Annotated[PositiveInt | None, "Method", "MIB"] = None
     """Draft from earlier answers and from texts sent to /v1/corpora, too. Each key gets this much memory.
     Answers stay the same."""
-    recall_minutes: Annotated[PositiveFloat | None, "Speed", "N"] = None
+    recall_minutes: Annotated[PositiveFloat | None, "Method", "N"] = None
     """Forget texts after N minutes without use."""
-    recall_shared: Annotated[bool, "Speed"] = False
+    recall_shared: Annotated[bool, "Method"] = False
     """Draft from the texts of all keys. The speed of an answer can then reveal the texts of others."""
-    recall_folder: Annotated[str | None, "Speed", "FOLDER"] = None
+    recall_folder: Annotated[str | None, "Method", "FOLDER"] = None
     """Write the texts to this folder when the server ends, and read them at the next start."""
     timeout: Annotated[PositiveFloat, "Limits", "SECONDS"] = 600.0
     """Give up a request after this time."""
@@ -92,6 +92,8 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServeArguments:
+    """The options of `eyas serve`, by the class that declares them."""
+
     server: ServeOptions
     adapt: AdaptOptions
     model: TargetOptions
@@ -122,6 +124,7 @@ def command(
 
 
 def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
+    """Load the model, warm it up, and return the app and its service. Raise UsageError for an empty key."""
     from eyas.serve.app import make_app
     from eyas.serve.auth import allowed_hosts
     from eyas.serve.service import Service
@@ -141,6 +144,7 @@ def loaded_app(arguments: ServeArguments) -> tuple[FastAPI, Service]:
 
 
 def pools_of(options: ServeOptions) -> Pools | None:
+    """Return the pools of earlier texts; None without --recall. Raise UsageError for options that need it."""
     from eyas.recall import Pools
 
     if options.recall is None:
@@ -153,6 +157,7 @@ def pools_of(options: ServeOptions) -> Pools | None:
 
 
 def settings_of(options: ServeOptions, llm: LLM) -> Settings:
+    """Return the server's settings: the options, with the context of the target as the upper limit."""
     from eyas.serve.settings import Settings
 
     name = options.name or (llm.target.name or "model").rstrip("/").rpartition("/")[2]

@@ -245,13 +245,16 @@ class KVCache(Cache):
         return only
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0, for the library's interface of caches."""
         return 0  # the model gets positions and masks explicitly, and must not derive them from a length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (keys and values of the pass, offset), for the library's interface of caches."""
         return self._width, 0
 
     @property
     def is_sliding(self) -> list[bool]:
+        """False for each layer, for the library's interface of caches: entries are never dropped here."""
         return [False] * (max(self._entries_of_layer, default=-1) + 1)
 
     def __len__(self) -> int:

@@ -129,6 +129,7 @@ class AdaptiveDrafter(Drafter):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]
+        """The drafters inside: the parts of a combined drafter, or the one that is wrapped."""
         return self.drafter.parts or (self.drafter,)
 
     def open(self, rows: int) -> DraftSession:

@@ -139,7 +139,8 @@ class Adapters(Protocol):
     uses (`targets.adapters`)."""
 
     @property
-    def names(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]:
+        """The names by which requests choose an adapter."""
 
     @property
     def used(self) -> str:
@@ -381,6 +382,8 @@ class Target:
         return other
 
     def open(self, rows: int, feature_layers: Sequence[int] = ()) -> TargetSession:
+        """Return a session with an empty cache for `rows` sequences, which keeps the hidden states of
+        `feature_layers`."""
         return TargetSession(self, rows, tuple(feature_layers))
 
 
@@ -624,12 +627,15 @@ class ModelRunner:
         return TargetOutput(logits_RQV, features_RQF)
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        """Return a small model as it drafts: unchanged."""
         return other
 
     def wrap_cycle(self, cycle: Any) -> Any:
+        """Return the cycle as it runs: unchanged."""
         return cycle
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, by the model's own output matrix."""
         return families.head(target.family, hidden)
 
 

@@ -73,6 +73,7 @@ class Net(nn.Module):
         self.layer = DecoderLayer(shape)
 
     def fuse(self, features: Tensor) -> Tensor:
+        """Return the features as they are: EAGLE-1 reads one layer."""
         return features
 
     def join(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
@@ -81,6 +82,7 @@ class Net(nn.Module):
         return self.fc(torch.cat(inputs[self.inputs], dim=-1))  # type: ignore[no-any-return]
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        """Write the keys and values of the layer for these positions into the cache, without attention."""
         self.layer.attention.store(self.join(hidden_RND, embeddings_RND), position_RN, cache)
 
     def forward(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> Tensor:

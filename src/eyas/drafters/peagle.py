@@ -116,6 +116,7 @@ class Method(eagle3.Method):
 
     @classmethod
     def new(cls, target: Target, options: Any, seed: int, draft_ids_v: Tensor | None, **shape: Any) -> Self:
+        """Make a head with random weights and the mask token of its options."""
         token = mask_token(options.head.mask_token, target, None)
         return super().new(target, options, seed, draft_ids_v, **shape)._with_masks(token, options.head.levels)
 

@@ -78,6 +78,7 @@ class Dynamic:
 
     @property
     def is_used(self) -> bool:
+        """Whether any field differs from its default."""
         return self != Dynamic()
 
 

@@ -76,6 +76,7 @@ class Guidance(RequestFeature):
 
     @property
     def has_scores(self) -> bool:  # type: ignore[override]
+        """True: processors change the scores, and the engine must not reuse raw ones."""
         return True
 
     @property
@@ -225,6 +226,7 @@ class GuardedConstraint:
         self.error: EyasError | None = None
 
     def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Return the tokens that may follow each node, bool [N, V]. Raise InputError for a mask of another shape."""
         if self.error is not None:
             raise self.error
         with code_of_request("constraint"):
@@ -236,15 +238,18 @@ class GuardedConstraint:
             return mask_NV
 
     def accept(self, tokens: Sequence[int]) -> None:
+        """Tell the constraint which tokens were emitted."""
         with code_of_request("constraint"):
             self.constraint.accept(tokens)
 
     @property
     def finished(self) -> bool:
+        """Whether the constraint's text is complete."""
         with code_of_request("constraint"):
             return self.constraint.finished
 
     def forced(self, limit: int) -> list[int]:
+        """Return the tokens that must come next, at most `limit`. An error is kept, and raised by the next `mask`."""
         try:
             with code_of_request("constraint"):
                 return self.constraint.forced(limit)

@@ -23,6 +23,7 @@ def features(
     constraint: Constraint | None,
     prediction: tuple[int, ...],
 ) -> tuple[RequestFeature, ...]:
+    """Return the features of a request: its processors with its constraint, and its prediction."""
     made: list[RequestFeature] = []
     if processors or constraint is not None:
         made.append(Guidance(tuple(map(check_processor, processors)), constraint))

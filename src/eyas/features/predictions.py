@@ -100,6 +100,8 @@ class Prediction:
             self._next_positions[token].append(index)
 
     def read(self, token: int) -> None:
+        """Follow one emitted token: on from the place in the predicted text, or to the likeliest place where it
+        occurs."""
         self._answer = [*self._answer[1 - MAX_MATCH :], token]
         if not self.unmatched and self.text[self.position : self.position + 1] == [token]:
             self.position += 1

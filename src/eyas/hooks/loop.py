@@ -68,6 +68,7 @@ class Lockstep:
         return self.distribution.custom_criteria or self.streamer is not None
 
     def feed(self, row: int, step: Step) -> None:
+        """Note the tokens of a step of one row, with the logits that the call asked for."""
         raw = step.extra.get("logits")
         logits = [None] * len(step.tokens) if raw is None else list(raw.clone())
         self._undelivered[row].extend(zip(step.tokens, logits, strict=True))

@@ -195,6 +195,7 @@ class Batch:
 
     @property
     def width(self) -> int:
+        """The number of columns: prompt and answer so far, padding included."""
         return int(self.ids_BT.shape[1])
 
     @classmethod

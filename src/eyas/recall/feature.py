@@ -184,6 +184,7 @@ class Recalled(RequestFeature):
     keeps: bool = True
 
     def add(self, tokens: Sequence[int]) -> None:
+        """Put the tokens of an answer into the pool."""
         self.pool.add(tokens)
 
     def open(self, request: Request, target: Target) -> RowFeature:

@@ -202,9 +202,11 @@ class CpuRunner:
         return logits_MV, features_MF
 
     def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
+        """Return the cycle as it runs: unchanged."""
         return cycle
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        """Return a small model that runs by the kernels; unchanged if they do not suit it."""
         try:
             made = CpuRunner(other, kernels.draft_format(draft_weights))
         except UnsuitedError:
@@ -217,6 +219,7 @@ class CpuRunner:
         return KernelStates(self.layers.states, rows) if self.layers.states else None
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, by the packed output matrix."""
         return self._scaled(kernels.linear(self.output, hidden.float(), self.layers.threads))
 
     def _logits(self, x_MD: Tensor, last_MD: Tensor, last_of: int | None) -> Tensor:

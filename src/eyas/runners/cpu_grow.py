@@ -118,10 +118,12 @@ class CpuTreeBuilder:
 
     @staticmethod
     def suits(cycle_input: CycleInput) -> bool:
+        """Return whether the kernels can grow this cycle's trees: no filters, no other changes of the scores."""
         return cycle_input.adjustments is None and not any(sampling.has_filters for sampling in cycle_input.sampling)
 
     @property
     def fuses_features(self) -> bool:
+        """Whether the net joins the features of several layers."""
         return self.net.fuse is not None
 
     def __call__(

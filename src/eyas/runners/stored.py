@@ -103,6 +103,7 @@ class StoredLinear(nn.Linear):
         return self.stored_rows.read()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the product with rows that are unpacked part by part."""
         y = x.new_zeros(*x.shape[:-1], self.out_features)
         step = max(1, PART // (4 * self.in_features))
         for n in range(0, self.computed, step):
@@ -130,10 +131,12 @@ class StoredEmbedding(nn.Embedding):
         return self.stored_rows.read()
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of ids, unpacking their rows alone."""
         rows = self.stored_rows.take(input.flatten()).read().view(*input.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def extra_repr(self) -> str:
+        """Return the sizes, as torch prints them."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 

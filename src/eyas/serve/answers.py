@@ -49,6 +49,7 @@ class Answer:
                 yield None
 
     def close(self) -> None:
+        """End the answer: stop its timer, and cancel the sequences that are not done."""
         if self._timer is not None:
             self._timer.cancel()
         if self._open:

@@ -60,6 +60,7 @@ class KeyCheck(Guard):
 
 
 def given_key(headers: Headers) -> str | None:
+    """Return the key that a client sent, as a bearer token or as `x-api-key`; None without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
 

@@ -45,6 +45,7 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
+        """Return the predicted text, joined from its parts."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -87,6 +88,7 @@ class TemplateFields(Body):
         return InputError(re.sub(r"\bmessage (\d+)", name, str(error)))
 
     def template(self) -> JsonObject:
+        """Return the keywords of the chat template that the fields ask for."""
         effort: JsonObject = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort = {"enable_thinking": False}
@@ -116,6 +118,7 @@ class ChatBody(TemplateFields, GenerationBody):
 
 
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
+    """Answer POST /v1/chat/completions."""
     made = await prepare(service, body)
     identity = request_id(request.scope)
     dialect = ChatCompletion(made.job, made.model, identity, body, service.token_texts, made.new_reader)
@@ -124,12 +127,15 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
 
 @dataclass(frozen=True)
 class Chat:
+    """A chat that was read and checked: the work for the engine, and how to read the answer."""
+
     job: Job
     model: str  # the name by which the client knows it
     new_reader: Callable[[], Reader]  # makes one for each sequence
 
 
 async def prepare(service: Service, body: ChatBody) -> Chat:
+    """Turn the body of a chat into work for the engine. Raise ApiError for fields that are not served."""
     model = service.model_name(body.model)
     n = body.n or 1
     service.settings.check_count(1, n)
@@ -202,6 +208,8 @@ def _without_billing(message: Any) -> Any:
 
 @dataclass
 class ChatCompletion(Choices):
+    """An answer in the form of OpenAI's chat completions."""
+
     texts: TokenTexts
     new_reader: Callable[[], Reader]
     _readers: dict[int, Reader] = field(default_factory=dict)  # readers of the sequences
@@ -214,9 +222,11 @@ class ChatCompletion(Choices):
         return [self.chunk(_chunk_choice(i, {"role": "assistant", "content": ""})) for i in range(self.job.n)]
 
     def reasoning_tokens(self) -> int:
+        """Return the number of tokens that count as reasoning."""
         return sum(reader.reasoning_tokens for reader in self._readers.values())
 
     def choice(self, index: int, totals: Totals) -> JsonObject:
+        """Return one finished choice."""
         reader = self._readers[index] = self.new_reader()
         return {
             "index": index,

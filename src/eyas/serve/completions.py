@@ -49,6 +49,7 @@ class CompletionBody(GenerationBody):
         return value
 
     def prompts(self) -> list[str | list[int]]:
+        """Return the prompts: texts, or lists of token ids."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or _is_ids(given) else list(given)
 
@@ -79,11 +80,13 @@ class InfillBody(GenerationBody):
 
     @property
     def ignored(self) -> list[str]:
+        """The unknown fields that were given, but for llama.cpp's without effect."""
         given = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
         return sorted(name for name, value in given.items() if value not in (None, *(self.neutral(name) or ())))
 
 
 async def complete(service: Service, request: Request, body: CompletionBody) -> Response:
+    """Answer POST /v1/completions."""
     model = service.model_name(body.model)
     prompts, n = body.prompts(), body.n or 1
     service.settings.check_count(len(prompts), n)
@@ -134,6 +137,8 @@ def _middles(service: Service, body: CompletionBody) -> list[Middle]:
 
 @dataclass
 class Completion(Choices):
+    """An answer in the form of OpenAI's completions."""
+
     texts: TokenTexts
     logprobs: bool = False
     echoes: list[str] = field(default_factory=list)  # the prompts' texts, if they come first
@@ -146,6 +151,7 @@ class Completion(Choices):
     object = chunk_object = "text_completion"
 
     def choice(self, index: int, totals: Totals) -> JsonObject:
+        """Return one finished choice."""
         return self.chunk_choices(totals.as_delta(index))[0]
 
     def chunk_choices(self, delta: Delta) -> list[JsonObject]:
@@ -182,6 +188,7 @@ class Completion(Choices):
 
 
 async def infill(service: Service, request: Request, body: InfillBody) -> Response:
+    """Answer POST /infill, llama.cpp's route for text in the middle."""
     model = service.model_name(body.model)
     files = [(file.filename, file.text) for file in body.input_extra or ()]
     made = await service.in_worker(middle_of, service.tokenizer, body.input_prefix, body.input_suffix, files)
@@ -197,6 +204,8 @@ async def infill(service: Service, request: Request, body: InfillBody) -> Respon
 
 
 class Infill(Completion):
+    """An answer in the form of llama.cpp's /infill."""
+
     def envelope(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         choice = choices[0] if choices else {"text": "", "finish_reason": None, "stop_reason": None}
         stop, reason = choice["finish_reason"], choice["stop_reason"]

@@ -42,6 +42,7 @@ class CycleWriter:
         self._shown: dict[int, str] = {}
 
     def write(self, step: Step) -> dict[str, Any]:
+        """Return a step as the object that the page reads: tree, path, tokens, times."""
         self._totals.add(step)
         trace = step.extra.get("trace")
         path = step.path if trace is None else trace.path

@@ -113,6 +113,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread, and wait for it."""
         self.halt()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,6 +123,7 @@ class Engine:
         self._inbox.put(None)
 
     def drain(self) -> None:
+        """Take no further requests; those in flight go on."""
         self.draining = True
 
     def between_cycles(self, task: Callable[[], None]) -> Future[None]:
@@ -140,6 +142,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request is accepted and unfinished."""
         return not self._accepted
 
     @property

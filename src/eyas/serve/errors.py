@@ -160,6 +160,8 @@ def _in_our_words(message: str) -> str:
 
 
 def install(app: FastAPI) -> None:
+    """Give an app the answers to errors: OpenAI's form, or Anthropic's for its clients."""
+
     @app.exception_handler(ApiError)
     @app.exception_handler(EyasError)
     async def refused(request: Request, error: ApiError | EyasError) -> Response:

@@ -109,6 +109,7 @@ class Body(BaseModel):
 
     @property
     def response_headers(self) -> dict[str, str]:
+        """The headers that name ignored fields."""
         return {"x-eyas-ignored-fields": ",".join(self.ignored)} if self.ignored else {}
 
 
@@ -158,13 +159,16 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
     timeout: Annotated[float, Field(gt=0)] | None = None  # seconds
 
     def neutral(self, name: str) -> Sequence[Any] | None:
+        """Return the values of a foreign field that change nothing; None for a field that is not known."""
         return REFUSED.get(name, foreign_fields().get(name))
 
     @property
     def ignored(self) -> list[str]:
+        """The fields that were given and have no effect."""
         return sorted([*super().ignored, *(["store"] if self.store else [])])
 
     def check(self) -> None:
+        """Refuse fields that contradict each other."""
         super().check()
         if self.best_of not in (None, self.n or 1):
             raise bad_request("best_of chooses among more texts than n, which is not served", "best_of")
@@ -197,6 +201,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
         return bool(self.cycles)
 
     def job_fields(self) -> JsonObject:
+        """Return the fields of a Job that do not concern the text."""
         names_method = isinstance(self.drafting, str) and self.drafting not in ("auto", "off")
         return {
             "method": self.drafting if names_method else None,

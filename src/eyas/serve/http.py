@@ -70,6 +70,7 @@ class JsonLines(logging.Formatter):
     """A log of one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record of the log as one JSON object."""
         entry = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name}
         fields = getattr(record, "fields", None)
         entry.update(fields if fields is not None else {"message": record.getMessage()})
@@ -110,6 +111,8 @@ class BodyLimit:
 def add_route(
     routes: APIRouter, path: str, kind: type[Kind], answer: Callable[[Request, Kind], Awaitable[Response]]
 ) -> None:
+    """Add a route for POST whose body is read as `kind`, with its schema for /openapi.json."""
+
     async def route(request: Request) -> Response:
         return await answer(request, await read_body(request, kind))
 

@@ -24,6 +24,7 @@ NAMES_A_SOURCE = ("image", "video", "audio")  # parts that a processor of transf
 
 
 def holds_images(messages: Sequence[Any]) -> bool:
+    """Return whether any message has an image."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts)

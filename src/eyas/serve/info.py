@@ -34,6 +34,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(service: Service) -> APIRouter:
+    """Return the routes that do not generate: models, health, metrics, tokens, corpora, the draft head."""
     routes = APIRouter()
     listed = _listed_models(service)
 
@@ -148,6 +149,7 @@ class DraftBody(Body):
 
 
 async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
+    """Answer POST /tokenize."""
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either a prompt or messages", "prompt")
@@ -163,6 +165,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Re
 
 
 async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
+    """Answer POST /detokenize."""
     service.model_name(body.model)
     return JSONResponse({"prompt": await service.in_worker(service.decode, body.tokens)})
 
@@ -176,6 +179,7 @@ def _tokens(service: Service, body: TokenizeBody) -> list[int]:
 
 
 async def add_corpus(service: Service, request: Request, body: CorpusBody) -> Response:
+    """Answer POST /v1/corpora: keep texts to draft from."""
     service.model_name(body.model)
     if service.pools is None:
         raise bad_request("this server remembers no texts: start it with --recall MIB")
@@ -200,6 +204,7 @@ GIVEN = "given"  # the name of the head that the server began with
 
 
 async def replace_draft(service: Service, request: Request, body: DraftBody) -> Response:
+    """Answer POST /v1/draft: replace the draft head while requests run. Needs the admin key."""
     _check_admin(service, request)
     if service.heads is None:
         raise bad_request("the head of this server cannot be replaced: that needs the package eyas-train")

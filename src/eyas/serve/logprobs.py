@@ -48,9 +48,11 @@ class TokenTexts:
         return [other.encode() if text is None else text for text, other in zip(self._in_text, named, strict=True)]
 
     def has_text(self, token: int) -> bool:
+        """Return whether a token stands for text."""
         return self._in_text[token] is not None
 
     def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
         return self._bytes[token]
 
     def text_of(self, token: int) -> str:

@@ -84,6 +84,8 @@ class Marks(dict[str, Any]):
 
 
 class Region(NamedTuple):
+    """A part of an answer between two marks."""
+
     kind: str  # "content", "reasoning", "call", "head" (of a channel), or "" for a mark that is left out
     closing: Marks = Marks()
     endless: bool = False  # no mark closes it, and `closing` opens the next call
@@ -105,6 +107,7 @@ class Grammar:
 
     @cached_property
     def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of each function's parameters, by the function's name."""
         functions = [tool["function"] for tool in self.tools.listed]
         given = {one["name"]: (one.get("parameters") or {}).get("properties") for one in functions}
         return {name: schemas if isinstance(schemas, Mapping) else {} for name, schemas in given.items()}

@@ -14,6 +14,8 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
+    """The items of a response and of its inputs, with their size in characters of JSON."""
+
     items: tuple[Item, ...]
     size: int
 
@@ -28,6 +30,7 @@ class Memory:
         self._bytes = 0
 
     def keep(self, owner: str, response: str, items: Sequence[Item]) -> None:
+        """Keep the items of a response, and forget the longest unused ones beyond the limits."""
         size = len(json.dumps(items))
         if size > self.max_bytes or not self.max_responses:
             return
@@ -37,6 +40,7 @@ class Memory:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def conversation(self, owner: str, response: str) -> tuple[Item, ...] | None:
+        """Return the items up to a response of this owner; None if they are not kept."""
         found = self._kept.get((owner, response))
         if found is None:
             return None
@@ -44,5 +48,6 @@ class Memory:
         return found.items
 
     def item(self, owner: str, name: str) -> Item | None:
+        """Return an item of this owner by its id; None if it is not kept."""
         own = (kept.items for (who, _), kept in reversed(self._kept.items()) if who == owner)
         return next((item for items in own for item in reversed(items) if item.get("id") == name), None)

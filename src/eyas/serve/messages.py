@@ -124,6 +124,7 @@ class CountBody(Body):
         return chat.placed([place for _, place in made], self)
 
     def limits(self) -> JsonObject:
+        """Return the fields of a chat that bound an answer: none, because nothing is generated."""
         return {}
 
 
@@ -138,16 +139,19 @@ class MessagesBody(CountBody):
     top_p: float | None = None
 
     def limits(self) -> JsonObject:
+        """Return the fields of a chat that bound an answer, under OpenAI's names."""
         names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences or None}
 
 
 async def messages(service: Service, request: Request, body: MessagesBody) -> Response:
+    """Answer POST /v1/messages."""
     writer = Writer(await prepare(service, body.chat()), request_id(request.scope))
     return await reply(service, request, writer, bool(body.stream), body.response_headers)
 
 
 async def count_tokens(service: Service, request: Request, body: CountBody) -> Response:
+    """Answer POST /v1/messages/count_tokens."""
     chat = body.chat()
     service.model_name(chat.model)
     tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
@@ -245,6 +249,8 @@ def _thinking(thinking: Thinking | None) -> JsonObject | None:
 
 
 class Writer(BlockWriter):
+    """An answer in the form of Anthropic's messages."""
+
     def __init__(self, chat: Chat, identity: str) -> None:
         super().__init__(chat.job, chat.model, chat.new_reader())
         self.identity = identity

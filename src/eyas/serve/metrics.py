@@ -86,11 +86,13 @@ class Metrics:
         return Histogram(name, help, ["model_name"], registry=self.registry, buckets=SECONDS).labels(**self._label)
 
     def watch(self, load: Callable[[], tuple[int, int]], rows: int) -> None:
+        """Add the gauges of load; `load` returns (sequences in flight, sequences that wait)."""
         self._gauge("vllm:num_requests_running", "Sequences in flight.", lambda: load()[0])
         self._gauge("vllm:num_requests_waiting", "Sequences that wait for a row.", lambda: load()[1])
         self._gauge("vllm:kv_cache_usage_perc", "Share of the rows that are taken, 1 = all.", lambda: load()[0] / rows)
 
     def text(self) -> bytes:
+        """Return all metrics in the text form of Prometheus."""
         return generate_latest(_WithoutTimes(self.registry))
 
     def seconds_until_free(self, sequences: int, rows: int) -> int:
@@ -98,6 +100,7 @@ class Metrics:
         return max(1, min(60, math.ceil(self._sequence_seconds * (sequences - rows + 1) / rows)))
 
     def admitted(self, times: SequenceTimes) -> None:
+        """Count a sequence that got a row, and how long it waited."""
         times.admitted = time.monotonic()
         self.queue_seconds.observe(times.admitted - times.arrived)
         self.prompt_tokens.inc(times.prompt_tokens)
@@ -171,6 +174,8 @@ WINDOW_SECONDS = 10.0
 
 
 class Moment(NamedTuple):
+    """The tokens that one moment brought."""
+
     at: float
     tokens: int
     cycles: tuple[CycleFigures, ...]
@@ -185,11 +190,13 @@ class RecentTokens:
         self._started = time.monotonic()
 
     def add(self, now: float, delta: Delta) -> None:
+        """Count the tokens of a delta at this time."""
         with self._lock:
             self._moments.append(Moment(now, len(delta.token_ids), delta.cycles))
             self._forget(now)
 
     def summary(self) -> dict[str, Any]:
+        """Return speed and acceptance of the last seconds, for the page."""
         now = time.monotonic()
         with self._lock:
             self._forget(now)

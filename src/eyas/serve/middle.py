@@ -34,6 +34,7 @@ class Middle:
     stop_token_ids: frozenset[int]
 
     def end(self, keywords: dict[str, Any]) -> None:
+        """Add the ends of a text in the middle to the keywords of a request."""
         given = keywords.get("stop") or ()
         if stops := [*([given] if isinstance(given, str) else given), *self.stop]:
             keywords["stop"] = stops

@@ -31,6 +31,7 @@ RECIPIENT = re.compile("to=functions[.]([^\\s<\ud800]+)")
 
 
 def message_of(reader: Reader, index: int, totals: Totals) -> JsonObject:
+    """Return a finished sequence as a message of a chat: content, reasoning, calls of tools."""
     message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
     for part in reader.read(totals.as_delta(index)):
         for name, value in part.items():
@@ -55,6 +56,7 @@ class Source:
         self._special: deque[tuple[int, str]] = deque()  # places in the tokens' text
 
     def read(self, delta: Delta) -> str:
+        """Return the text that a delta adds, and note where special tokens stand in it."""
         last = ""
         for token in delta.token_ids:
             last = self._detokeniser.feed(token)
@@ -127,11 +129,13 @@ class Reader:
         self._text, self._region = "", Region("call", endless=True) if self._grammar.tools.forced else CONTENT
 
     def new(self) -> Reader:
+        """Return a reader of the same grammar at the beginning of a text."""
         made = copy(self)
         made._source = Source(self._grammar)
         return made
 
     def read(self, delta: Delta) -> list[Part]:
+        """Return the parts of a message that a delta adds."""
         text, self._finish = self._source.read(delta), delta.finish
         return self._read_on(text)
 

@@ -140,13 +140,15 @@ class Choices(Dialect):
         self.totals = [Totals() for _ in range(len(self.job.prompts) * self.job.n)]
 
     @abstractmethod
-    def choice(self, index: int, totals: Totals) -> JsonObject: ...
+    def choice(self, index: int, totals: Totals) -> JsonObject:
+        """Return one finished choice."""
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[JsonObject]:
         """Return the choices that a Delta adds, each for a chunk of its own; none while there is nothing to be seen."""
 
     def reasoning_tokens(self) -> int:
+        """Return the number of tokens that count as reasoning."""
         return 0
 
     def extra(self, totals: list[Totals]) -> JsonObject:
@@ -183,6 +185,7 @@ class Choices(Dialect):
         return self.body.stream_options or StreamOptions()
 
     def chunk(self, choice: JsonObject, cycle: Mapping[str, Any] | None = None) -> bytes:
+        """Return a choice as an event of the stream, with usage, timings and cycle where they were asked for."""
         made = self.envelope(self.chunk_object, [choice])
         if self._options.continuous_usage_stats:
             made["usage"] = usage_of(self.job, self.totals, self.reasoning_tokens())
@@ -266,6 +269,7 @@ class BlockWriter(Dialect):
 
     @property
     def called(self) -> bool:
+        """Whether the answer ended with calls of tools."""
         return self.reader.called and self.totals.finish == "stop"
 
     def add(self, delta: Delta) -> Iterator[bytes]:
@@ -319,6 +323,7 @@ def written(data: Any) -> bytes:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Return an event of the stream: its name if it has one, and its data as JSON."""
     head = f"event: {name}\n" if name else ""
     return head.encode() + b"data: " + written(data) + b"\n\n"
 

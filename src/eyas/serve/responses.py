@@ -84,9 +84,11 @@ class ResponsesBody(GenerationBody):
 
     @property
     def ignored(self) -> list[str]:
+        """The fields that were given and have no effect; `store` has one here."""
         return [name for name in super().ignored if name != "store"]
 
     def check(self) -> None:
+        """Refuse fields that this server does not serve."""
         super().check()
         if self.n not in (None, 1):
             raise bad_request("a response has one text: leave n out", "n")
@@ -94,6 +96,7 @@ class ResponsesBody(GenerationBody):
             raise bad_request(f"include: this server does not support {others[0]}: leave it out", "include")
 
     def items(self) -> list[JsonObject]:
+        """Return the input as items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, items: Sequence[JsonObject]) -> ChatBody:
@@ -201,6 +204,7 @@ def _nest(tool: JsonObject, number: int) -> JsonObject:
 
 
 async def respond(service: Service, request: Request, body: ResponsesBody) -> Response:
+    """Answer POST /v1/responses."""
     memory, owner = service.memory, owner_of(request.headers)
     items = _conversation(memory, owner, body)
     made = await prepare(service, body.chat(items))
@@ -233,6 +237,8 @@ def _conversation(memory: Memory, owner: str, body: ResponsesBody) -> list[JsonO
 
 
 class Writer(BlockWriter):
+    """An answer in the form of OpenAI's responses."""
+
     def __init__(self, chat: Chat, body: ResponsesBody, keep: Callable[[str, list[JsonObject]], None]) -> None:
         super().__init__(chat.job, chat.model, chat.new_reader())
         self.body = body

@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
         self._announced = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, cancel at the second, exit at the third."""
         self._signals += 1
         now = time.monotonic()
         if self._signals == 1:
@@ -83,6 +84,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and log the addresses."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]

@@ -53,9 +53,11 @@ class Service:
         self.llm.generate(list(range(8)), max_new_tokens=16, ignore_eos=True, features=features)
 
     def start(self) -> None:
+        """Start the engine's thread."""
         self.engine.start()
 
     def stop(self) -> None:
+        """Stop the engine, and save pools and head."""
         self.engine.stop()
         self._worker.shutdown()
         if self.pools is not None:
@@ -79,9 +81,11 @@ class Service:
         return name
 
     def adapter_keywords(self, name: str) -> dict[str, str]:
+        """Return the keyword that chooses the adapter of this name; none where the model has no adapters."""
         return {"adapter": BASE if name == self.settings.name else name} if self.llm.adapters else {}
 
     async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function in the thread that tokenizes, and wait for its result."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True) -> tuple[int, ...]:

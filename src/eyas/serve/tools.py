@@ -25,6 +25,8 @@ UNKNOWN_CHOICE = f'tool_choice must be {", ".join(ANY_CALL)} or {{"type": "funct
 
 @dataclass(frozen=True)
 class Tools:
+    """The functions that the model may call."""
+
     listed: tuple[Tool, ...] = ()  # the functions, in OpenAI's form, of which the model is told
     forced: tuple[str, ...] = ()  # functions one of which must be called
     parallel: bool = True  # whether several calls may be made

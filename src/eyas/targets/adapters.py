@@ -207,6 +207,7 @@ class AdapterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names by which requests choose an adapter."""
         return tuple(self._inner)
 
     @property
@@ -245,13 +246,16 @@ class AdapterView(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names by which requests choose an adapter."""
         return self.adapters.names
 
     def view(self, name: str) -> AdapterView:
+        """Return the same model with another adapter. Raise InputError for an unknown name."""
         self.adapters.check(name)
         return AdapterView(self.adapters, name)
 
     def switch(self) -> None:
+        """Let the model's layers use this adapter."""
         self.adapters.use(self.used)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -271,6 +271,8 @@ def _fault(folder: Path, files: str) -> str:
 def _message(error: Exception) -> str:
     """Return an exception's message on one line; with its type if the message alone says little."""
     message = one_line(error)
+    if "couldn't connect to" in message:
+        return "no such folder, and the hub cannot be reached" + " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
     # "Validation error for field 'x': TypeError: Field 'x' ... Errors: ..."
     if type(error).__name__.startswith("StrictDataclass"):
         return message[max(0, message.find("Field ")) :].partition(". Errors:")[0][:REASON_LENGTH]

@@ -95,6 +95,7 @@ class InputArgument:
     argument: int | str
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the tensor from the arguments of a call."""
         tensor: Tensor = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
         return tensor
 
@@ -158,12 +159,14 @@ class ProbeCache(Cache):
         return LinearAttentionAndFullAttentionLayer(number_of_states=self.states_of_layer)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Note the layer, and update its convolution's state as the library does."""
         self._note("conv", state_idx, layer_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
+        """Note the layer, and update its recurrent state as the library does."""
         self._note("recurrent", state_idx, layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 

@@ -32,6 +32,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         path = next(part for part in self.url.split("::") if "://" in part)
         return path.partition("://")[2].partition("?")[0].rpartition("/")[2]
 
@@ -48,6 +49,7 @@ File = Path | RemoteFile
 
 
 def as_file(path: str | Path | RemoteFile) -> File:
+    """Return a path or URL as a file."""
     if isinstance(path, str):
         return RemoteFile(path) if "://" in path else Path(path)
     return path
@@ -96,6 +98,7 @@ def open_file(file: File) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def package_errors(file: RemoteFile) -> Iterator[None]:
+    """Turn a missing package into OptionError, with the command that installs it."""
     try:
         yield
     except ImportError as error:
@@ -115,6 +118,7 @@ def _repair(file: RemoteFile) -> str:
 
 
 def is_parquet(file: File) -> bool:
+    """Return whether a file's name ends in .parquet."""
     return file.name.lower().endswith(PARQUET)
 
 

@@ -26,6 +26,7 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 def silu(x: Floats) -> Floats:
+    """Return x * sigmoid(x)."""
     return np.asarray(x / (1 + np.exp(-x)), np.float32)
 
 
@@ -81,6 +82,7 @@ class Layer:
         self.kv_heads: int = config["num_key_value_heads"]
 
     def weight(self, name: str) -> Floats:
+        """Return the matrix of this name."""
         return self.tensors[f"{self.prefix}{name}.weight"]
 
     def norm(self, name: str, x: Floats) -> Floats:
@@ -88,6 +90,7 @@ class Layer:
         return rms_norm(x, self.weight(name), self.eps)
 
     def new_cache(self) -> Cache:
+        """Return an empty cache for this layer."""
         return Cache(self.kv_heads, self.head_dim)
 
     def _heads(self, name: str, x_NX: Floats) -> Floats:
@@ -114,6 +117,7 @@ class Layer:
         return np.asarray(out_NHh.reshape(len(x_NX), -1) @ self.weight("self_attn.o_proj").T, np.float32)
 
     def mlp(self, x: Floats) -> Floats:
+        """Return the gated MLP of x."""
         gated = silu(x @ self.weight("mlp.gate_proj").T) * (x @ self.weight("mlp.up_proj").T)
         return np.asarray(gated @ self.weight("mlp.down_proj").T, np.float32)
 

@@ -52,6 +52,7 @@ class Noise:
 
     @staticmethod
     def mix(x: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+        """Mix the bits of numbers (the finaliser of splitmix64)."""
         x = (x ^ (x >> np.uint64(30))) * MIX_1
         x = (x ^ (x >> np.uint64(27))) * MIX_2
         return np.asarray(x ^ (x >> np.uint64(31)))
@@ -96,10 +97,12 @@ class Cycle:
 
     @property
     def tokens(self) -> list[int]:
+        """The token of each node."""
         return [node.token for node in self.nodes]
 
     @property
     def parents(self) -> list[int]:
+        """The number of each node's parent; -1 for the root."""
         number = {id(node): n for n, node in enumerate(self.nodes)}
         return [-1 if node.parent is None else number[id(node.parent)] for node in self.nodes]
 
@@ -156,6 +159,7 @@ class Decoder:
         return self.grow()
 
     def cycle(self) -> Cycle:
+        """Draft, verify, and keep the accepted path; return all numbers of the cycle."""
         nodes, length = self.grow(), len(self.text) - 1
         new = np.array([[any(other is step for step in node.path()) for other in nodes] for node in nodes])
         position = np.array([length + node.depth + self.offset * (node.depth > 0) for node in nodes])
@@ -177,11 +181,13 @@ class Decoder:
     # --- drafting
 
     def grow(self) -> list[Node]:
+        """Return the nodes of the draft tree, the root first."""
         root = Node(self.text[-1])
         root.hidden, root.logits = self.head.root()
         return self.grow_static(root) if self.case.tree == "static" else self.grow_dynamic(root)
 
     def children(self, node: Node, order: Sequence[int], log_q: Floats) -> list[Node]:
+        """Return children of a node for the draft's tokens of these numbers."""
         ids = self.head.ids
         chosen = [(int(ids[i]), float(log_q[i])) for i in order]
         return [Node(token, node, node.depth + 1, log, node.value + log) for token, log in chosen]

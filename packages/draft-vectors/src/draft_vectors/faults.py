@@ -47,6 +47,7 @@ def last(decoder: Decoder) -> int:
 
 
 def shift_layers(decoder: Decoder, by: int) -> bool:
+    """Let the head read the states of other layers, and return whether the target has them."""
     layers = tuple(k + by for k in decoder.head.layers)
     decoder.head.layers = layers
     return max(layers) < last(decoder)

@@ -63,6 +63,7 @@ def visible(old: int, new: Bools) -> Bools:
 
 
 def causal(count: int) -> Bools:
+    """Return a causal mask, bool [count, count]."""
     return np.tril(np.ones((count, count), bool))
 
 
@@ -77,9 +78,11 @@ class Target:
         ]
 
     def new_caches(self) -> list[Cache]:
+        """Return an empty cache for each layer."""
         return [layer.new_cache() for layer in self.layers]
 
     def embed(self, ids: Sequence[int]) -> Floats:
+        """Return the embeddings of ids."""
         return self.tensors["model.embed_tokens.weight"][np.asarray(ids, np.int64)]
 
     def head(self, hidden: Floats) -> Floats:
@@ -125,6 +128,7 @@ class Head:
         """Read the settings of the files, and make the layers."""
 
     def norm(self, name: str, x: Floats) -> Floats:
+        """Return x normalised by the norm of this name; x itself where the norm is left out."""
         if name in self.without:
             return x
         return rms_norm(x, self.tensors[f"{name}.weight"], self.config.get("rms_norm_eps", 1e-5))
@@ -159,6 +163,7 @@ class Eagle1(Head):
         self.caches = [layer.new_cache() for layer in self.nets]
 
     def fuse(self, features: Floats) -> Floats:
+        """Return the features as they are."""
         return features
 
     def join(self, hidden: Floats, embedding: Floats) -> tuple[Floats, Floats]:
@@ -167,6 +172,7 @@ class Eagle1(Head):
         return x, x
 
     def logits(self, hidden: Floats) -> Floats:
+        """Return logits by the target's output matrix."""
         return self.target.head(hidden)
 
     def carried(self, hidden: Floats) -> Floats:
@@ -237,6 +243,7 @@ class Eagle3(Eagle1):
         self.carries_normed = False  # EAGLE-3.1 does
 
     def fuse(self, features: Floats) -> Floats:
+        """Return the features of three layers as one."""
         return np.asarray(features @ self.tensors["fc.weight"].T, np.float32)
 
     def join(self, hidden: Floats, embedding: Floats) -> tuple[Floats, Floats]:
@@ -244,6 +251,7 @@ class Eagle3(Eagle1):
         return np.concatenate(parts, -1), hidden
 
     def logits(self, hidden: Floats) -> Floats:
+        """Return logits over the draft vocabulary."""
         normed = hidden if self.carries_normed else self.norm("norm", hidden)
         return np.asarray(normed @ self.tensors["lm_head.weight"].T, np.float32)
 
@@ -354,6 +362,7 @@ class Medusa(Head):
         self.feature = self.features(states)[-1]
 
     def level(self, k: int) -> Floats:
+        """Return the logits of the k-th head."""
         hidden = self.feature + silu(
             self.tensors[f"{k}.0.linear.weight"] @ self.feature + self.tensors[f"{k}.0.linear.bias"]
         )

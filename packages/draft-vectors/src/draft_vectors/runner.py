@@ -153,6 +153,7 @@ class Vectors:
 
 
 def case_of(entry: dict[str, Any]) -> Case:
+    """Return a case from its entry in vectors.json."""
     window = tuple(entry["window"]) if entry["window"] else None
     return Case(**{**entry, "choices": tuple(map(tuple, entry["choices"])), "window": window})
 

@@ -161,6 +161,8 @@ class CycleRecorder:
         return cycle
 
     def to_host(self, host_result_BX: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        """Return results in memory of the CPU, and a function that waits until they are there; None if they already
+        are."""
         if host_result_BX.device.type != "cuda":
             return host_result_BX.clone(), None
         host_BX = torch.empty(host_result_BX.shape, dtype=host_result_BX.dtype, pin_memory=True)
@@ -262,9 +264,11 @@ class GraphRunner:
 
     @property
     def backend(self) -> Backend | None:
+        """The backend of torch.compile; None without it."""
         return None if self.compiled is None else self.compiled.backend
 
     def wrap_cycle(self, cycle: CycleRunner) -> CycleRunner:
+        """Return a cycle that is recorded, and replayed as CUDA graphs."""
         return CycleReplay(cycle, CycleRecorder(self.capture, self._recording_cycle))
 
     @contextmanager
@@ -276,11 +280,13 @@ class GraphRunner:
             self._within_cycle = False
 
     def wrap_draft_model(self, other: Target, draft_weights: str) -> Target:
+        """Return a small model that runs by recorded graphs, too."""
         layers = None if self.compiled is None else CompiledLayers(other.family.layers, self.compiled.backend)
         fused = None if self.draft_layers is None else self.draft_layers(other)
         return other.run_with(GraphRunner(other, self.capture, layers, fused, self.ops, self.draft_layers))
 
     def head(self, target: Target, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, by the model's own output matrix."""
         return self.model_runner.head(target, hidden)
 
     def __call__(self, inputs: ForwardInput) -> TargetOutput:

@@ -145,6 +145,7 @@ def _attention_whole(
 
 @operator("layer", _reference.add_norm)
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Declare the shapes of `add_norm`."""
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -152,11 +153,13 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     lambda x, weight, eps, normed: kernels("layer").add_norm(x, None, weight, eps, None, normed), _reference.rms_norm
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Declare the shape of `rms_norm`."""
     return x.new_empty(x.shape)
 
 
 @operator("layer", _reference.join_norms)
 def join_norms(a: Tensor, b: Tensor, weight_a: Tensor, weight_b: Tensor, eps: float) -> Tensor:
+    """Declare the shape of `join_norms`."""
     return a.new_empty((*a.shape[:-1], 2 * a.shape[-1]))
 
 
@@ -170,6 +173,7 @@ def _quantise(x: Tensor, out: Tensor, scale: Tensor) -> None:
 
 @operator(_quantise, _reference.quantise)
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Declare the shapes of `quantise`."""
     tokens = x.numel() // x.shape[-1]
     return x.new_empty((tokens, x.shape[-1]), dtype=torch.float8_e4m3fn), x.new_empty((tokens, 1), dtype=torch.float32)
 
@@ -179,12 +183,14 @@ def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, position: Tensor, length: Tensor, first: int,
     key: Tensor, value: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, unrotated: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Declare the shape of `rotate_and_store`."""
     h = key.shape[-1]
     return q.new_empty((*q.shape[:2], q.shape[2] // h, h))
 
 
 @operator("layer", _reference.swiglu)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Declare the shape of `swiglu`."""
     return gate.new_empty(gate.shape)
 
 

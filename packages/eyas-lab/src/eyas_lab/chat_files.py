@@ -78,6 +78,7 @@ def _array_items(file: File, content: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def decode_line(raw: bytes) -> str:
+    """Return a line as text. Raise InputError for bytes that are not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -27,7 +27,8 @@ Content = TypeVar("Content")
 class Readable(Protocol):
     """A file here or elsewhere."""
 
-    def read_bytes(self) -> bytes: ...
+    def read_bytes(self) -> bytes:
+        """Return the whole content."""
 
 
 @contextmanager

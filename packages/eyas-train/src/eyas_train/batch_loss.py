@@ -26,6 +26,7 @@ class LossSums:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> None:
+        """Add the sums of a loss."""
         for name, value in {"loss": loss.total.detach(), "count": loss.count, **loss.sums}.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 

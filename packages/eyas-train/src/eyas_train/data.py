@@ -76,6 +76,7 @@ class Examples(Sequence[Example]):
         self._ends = array("q", [0])
 
     def append(self, example: Example) -> None:
+        """Add an example."""
         self._ids.extend(example.ids)
         self._counted.extend(example.counted)
         self._ends.append(len(self._ids))

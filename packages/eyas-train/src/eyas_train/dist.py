@@ -92,6 +92,7 @@ class SingleProcess:
 
     @property
     def is_first(self) -> bool:
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def split(self, items: Sequence[T]) -> list[tuple[int, T]]:

@@ -35,6 +35,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], rows_M: Tensor) -> PaddedRows:
+        """Return the places of packed rows of these lengths in padded ones."""
         T, lengths_R = max(lengths), torch.tensor(lengths)
         begin_R = torch.tensor([0, *accumulate(lengths)][:-1])
         shift_N = (torch.arange(len(lengths)) * T - begin_R).repeat_interleave(lengths_R)

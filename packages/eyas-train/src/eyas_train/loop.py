@@ -147,6 +147,7 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
+        """Whether all steps are done, or patience has run out."""
         patience = self.setup.config.patience
         return (
             self.state.step >= self.state.steps(self.setup)

@@ -7,7 +7,7 @@ a vocabulary, nor for vectors: those stay with AdamW.
 
 An update is as small as its matrix (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235, section 8). A fitted head begins
 with a matrix of small numbers, which reads features of hundreds, and with one of zeros, whose output is added to small
-states: at the same learning rate as the others they make the head worse than it began.
+states. At the same learning rate as the others they make the head worse than it began.
 
 This module knows no method.
 """
@@ -64,6 +64,7 @@ class HeadOptimizer:
             self.optimizers.append(adamw)
 
     def zero_grad(self) -> None:
+        """Forget the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -68,6 +68,7 @@ class Reporter:
             tracker(line)
 
     def close(self) -> None:
+        """Close the trackers."""
         for tracker in self.trackers:
             tracker(None)
 

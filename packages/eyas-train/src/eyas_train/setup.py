@@ -50,6 +50,7 @@ class TrainSetup:
 
     @property
     def device(self) -> torch.device:
+        """The device of the target."""
         return self.drafter.target.device
 
     def check_same_run(self, saved: Mapping[str, Any], path: Path) -> None:

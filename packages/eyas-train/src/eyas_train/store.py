@@ -127,6 +127,7 @@ class FeatureStore:
         return shard_of, row_of, number_of
 
     def path(self, shard: int) -> Path:
+        """Return the file of a shard."""
         return self.folder / self.manifest.shards[shard].file
 
     def fault(self, shard: int) -> str:
@@ -166,6 +167,7 @@ class FeatureStore:
         return self.order[planned.first : planned.first + planned.examples]
 
     def example(self, number: int) -> Example:
+        """Return an example by its number."""
         span = slice(self.begins[number], self.begins[number + 1])
         return Example(self.tokens[span].tolist(), self.counted[span].bool().tolist())
 

@@ -20,11 +20,13 @@ router = APIRouter(include_in_schema=False)
 
 @router.api_route("/", methods=["GET", "HEAD"])
 def index() -> Response:
+    """Answer GET /: the page."""
     return file("index.html")
 
 
 @router.get("/page/{name}")
 def file(name: str) -> Response:
+    """Answer GET of a file of the page. Raise HTTPException 404 for other names."""
     path = FOLDER / name
     if path.suffix not in MEDIA_TYPES or path.parent != FOLDER or not path.is_file():
         raise HTTPException(404, f"the page has no file {name!r}")

@@ -36,6 +36,7 @@ class Eyas(Engine):
         self.decoder_options = {}
 
     def load_target(self) -> Target:
+        """Load the target of the vectors on the CPU."""
         return load_target(self.data / "target", dtype=self.dtype, device="cpu")
 
     def drafter(self, case: Case) -> Any:
@@ -83,6 +84,7 @@ class Eyas(Engine):
 
 
 def sampling_of(case: Case) -> Sampling:
+    """Return the sampling of a case: greedy, or temperature 1 with its seed."""
     return Sampling() if case.rule == "greedy" else Sampling(1.0, seed=case.seed)
 
 

@@ -57,6 +57,7 @@ class Entrants:
 
     @property
     def simulated(self) -> bool:
+        """Whether draft tokens are accepted at random."""
         return self.simulate_acceptance is not None
 
 

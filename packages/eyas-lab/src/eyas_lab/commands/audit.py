@@ -57,7 +57,7 @@ eyas audit --target MODEL --assistant SMALL_MODEL  # assisted generation of tran
 eyas audit --target MODEL --self-test  # are known biases found on this model?
 """
 NOTES = (
-    "Exit status: 0 passed, 1 failed, 3 not enough data, 2 bad input. Interrupted, the same command goes on.",
+    "Exit status: 0 passed, 1 failed, 3 not enough data, 2 bad input. After an interruption, run the same command: it continues.",
     "--target is the referee: the very model that the deployment serves.",
 )
 
@@ -86,7 +86,7 @@ class AuditOptions:
     tokens: Annotated[NonNegativeInt, "Sampling", "N"] = 20_000
     """Sampled tokens for each sampling; 0 audits greedy decoding only."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 64
-    """Tokens of an answer, at most."""
+    """Longest answer in tokens."""
     error: Annotated[PositiveFloat, "Sampling", "P"] = 0.001
     """Highest probability that a lossless deployment fails the audit."""
     concurrency: Annotated[PositiveInt, "Limits", "N"] = 4

@@ -46,7 +46,7 @@ eyas bench --compare out/bench out/spec  # two runs
 """
 NOTES = (
     'Lines of --prompts: {"prompt": "..."}, {"turns": [...]}, {"messages": [...]} or {"prompt_ids": [...]}.',
-    "Run again, the same command goes on where it was stopped.",
+    "The same command, run again, continues where it was stopped.",
 )
 
 

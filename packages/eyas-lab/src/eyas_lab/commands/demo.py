@@ -162,12 +162,16 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
 
 
 class Answer(NamedTuple):
+    """One side's answer to a prompt."""
+
     token_ids: tuple[int, ...]
     seconds: float
     stats: Stats | None = None  # None: transformers' generate, which drafts nothing
 
 
 class Demo:
+    """Plain decoding and a method, side by side over several prompts."""
+
     def __init__(self, best: LLM, max_new_tokens: int, console: Console) -> None:
         self.best = best
         self.max_new_tokens = max_new_tokens
@@ -186,6 +190,7 @@ class Demo:
         self.before = snapshot()
 
     def round(self, prompt: str, place: str) -> None:
+        """Show both sides answer a prompt. Raise FitError for a prompt that fills the context."""
         token_ids = self.best.ids(prompt)
         room = self.best.target.context - len(token_ids)
         if room < 2:
@@ -252,6 +257,7 @@ class Demo:
             )
 
     def report(self, left_out: int = 0) -> None:
+        """Print the table of all rounds, and how far its times can be trusted."""
         import torch
 
         from eyas.hardware.machine import busy, used
@@ -277,6 +283,8 @@ class Demo:
 
 
 class Lane:
+    """One side of the screen while it answers."""
+
     def __init__(self, llm: LLM, prompt: str, length: int) -> None:
         self.name = "plain decoding" if llm.method == "vanilla" else llm.method
         self.stream = TimedStream(llm.stream(prompt, max_new_tokens=length))
@@ -285,20 +293,24 @@ class Lane:
         self.running = True
 
     def advance(self) -> None:
+        """Take the next piece of the stream."""
         piece = next(self.stream, None)
         self.running = piece is not None and piece.finish_reason is None
         if piece is not None:
             self.spans += [(text, "green" if drafted else "") for text, drafted in self.painter.split(piece)]
 
     def answer(self) -> Answer:
+        """Return the answer so far."""
         result = self.stream.result()
         return Answer(result.token_ids, result.stats.seconds, result.stats)
 
     def figures(self) -> str:
+        """Return tokens, speed and tau as one line."""
         tokens, rate, tau = _figures([self.answer()])
         return f"{tokens} tokens, {rate:.1f} tokens/s, tau {tau}"
 
     def panel(self) -> Panel:
+        """Return the side as a panel of rich."""
         from rich.panel import Panel
         from rich.text import Text
 

@@ -50,6 +50,7 @@ class Figures:
 
     @classmethod
     def of(cls, right: Sequence[Tensor]) -> Figures:
+        """Return the figures of drafts, from which places were right in each answer."""
         every = [cycle for right_MK in right for cycle in cycles(right_MK)]
         tau = sum(cycle.emitted for cycle in every) / len(every) if every else 0.0
         return cls(float(run_lengths(torch.cat(list(right))).mean()), tau, n_alpha(every, DEPTH))
@@ -104,6 +105,7 @@ class Candidate:
         self.variant = variant
 
     def right(self, answers: Sequence[KeptAnswer], depth: int = DEPTH) -> list[Tensor]:
+        """Return which drafted tokens of each answer are right, to a depth."""
         return [which_are_right(self.drafter, answer, depth, self.variant.inputs) for answer in answers]
 
 

@@ -83,6 +83,7 @@ class CrossAttention(nn.Module):
         self.o = nn.Linear(self.heads * w, shape.hidden_size, bias=False)
 
     def forward(self, x_RND: Tensor, position_RN: Tensor, seen: Seen) -> Tensor:
+        """Return attention from the drafted tokens to the target's keys and values."""
         q_RNHh = self.q(x_RND).unflatten(-1, (self.heads, -1))
         q_RNHh = rope(q_RNHh, position_RN, rope_frequencies(self.shape, x_RND.device))
         key, value, mask = (part.to(q_RNHh.dtype) for part in seen)
@@ -98,9 +99,11 @@ class Net(nn.Module):
         self.layer, self.cross = DecoderLayer(shape), CrossAttention(shape, sizes)
 
     def fuse(self, features: Tensor) -> Tensor:
+        """Return the features as they are."""
         return features
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        """Write the keys and values of the net's own layer for these positions into the cache."""
         self.layer.attention.store(self.input_norm(embeddings_RND), position_RN, cache)
 
     def forward(self, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache, seen: Seen) -> Tensor:
@@ -143,6 +146,7 @@ class WholeTexts(NamedTuple):
     def store(
         self, key_RSKh: Tensor, value_RSKh: Tensor, position_RS: Tensor, frequency_h: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return keys, rotated to their positions, and values of whole texts."""
         return rope(key_RSKh, position_RS, frequency_h).transpose(1, 2), value_RSKh.transpose(1, 2)
 
 

@@ -104,6 +104,7 @@ class FirstBlock(nn.Module):
         self.residual = nn.Linear(in_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual with the first block's change."""
         return self.residual(x) + F.silu(self.linear(x))  # type: ignore[no-any-return]
 
 
@@ -130,9 +131,11 @@ class Net(nn.Module):
         self.lm_head = nn.ModuleList(nn.Linear(D, vocab_size) for _ in range(heads))
 
     def fuse(self, features: Tensor) -> Tensor:
+        """Return the features as they are."""
         return features
 
     def store_kv(self, hidden_RND: Tensor, embeddings_RND: Tensor, position_RN: Tensor, cache: DraftCache) -> None:
+        """Write the keys and values of the prefix layer for these positions into the cache."""
         assert self.prefix is not None
         self.prefix.attention.store(self.prefix.input_norm(hidden_RND), position_RN, cache)
 

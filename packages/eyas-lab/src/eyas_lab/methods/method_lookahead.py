@@ -74,10 +74,12 @@ class Lookahead:
 
     @property
     def nodes(self) -> int:
+        """The nodes of a pass: the window and the guesses."""
         return self.window + self.guesses * (self.ngram - 1)
 
     @property
     def max_depth(self) -> int:
+        """The largest depth of a node."""
         return max(self.width + self.ngram - 3, self.ngram - 1)
 
 
@@ -96,6 +98,7 @@ class Pool:
         self._after: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps the order in which its keys came
 
     def add(self, ngram: Sequence[int]) -> None:
+        """Keep an n-gram, and forget the oldest with its first token beyond the limit."""
         known = self._after.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         known.pop(rest, None)

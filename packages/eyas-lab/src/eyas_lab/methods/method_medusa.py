@@ -149,6 +149,7 @@ class ResBlock(nn.Linear):
     """x + SiLU(W x + b)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x with the block's change."""
         return x + F.silu(super().forward(x))
 
 
@@ -202,6 +203,7 @@ class Method(DraftMethod):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the heads' weights."""
         return next(self.net.parameters()).dtype
 
     @property

@@ -56,6 +56,7 @@ class PairedTrial:
 
     @property
     def mean(self) -> float:
+        """The mean difference; 0 without pairs."""
         return sum(self.differences) / len(self.differences) if self.differences else 0.0
 
     @property
@@ -69,6 +70,7 @@ class PairedTrial:
 
     @property
     def is_worse(self) -> bool:
+        """Whether the new head accepts significantly less."""
         return len(self.differences) >= MIN_PAIRS and self.mean < -LIMIT * self.error
 
     @property

@@ -267,6 +267,7 @@ class Learner:
         write_text(path / RECORD, json.dumps(self.figures(), indent=2) + "\n")
 
     def figures(self) -> dict[str, Any]:
+        """Return counts and times of the learning."""
         return {
             "steps": self.steps,
             "kept": self.kept,

@@ -43,6 +43,7 @@ class Text:
 
     @property
     def bytes(self) -> int:
+        """The bytes of the features."""
         return self.features_TF.numel() * self.features_TF.element_size()
 
 
@@ -60,13 +61,16 @@ class Texts:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all texts."""
         return sum(len(text.tokens) for text in self.texts)
 
     @property
     def bytes(self) -> int:
+        """The bytes of all features."""
         return sum(text.bytes for text in self.texts)
 
     def add(self, text: Text) -> None:
+        """Keep a text, unless its answer is too short, and drop the oldest beyond the limits."""
         if len(text.tokens) - text.answer < MIN_COUNTED:
             return
         self.texts.append(text)
@@ -74,6 +78,7 @@ class Texts:
             self.texts.pop(0)
 
     def clear(self) -> None:
+        """Drop all texts."""
         self.texts = []
 
     def take(self, tokens: int) -> list[Text]:
@@ -112,6 +117,7 @@ class Recorded(Drafter):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:  # type: ignore[override]
+        """The drafter that is recorded."""
         return (self.drafter,)
 
     @property

@@ -60,7 +60,7 @@ eyas generate --target MODEL --draft HEAD "Why ..."  # then generate with the ne
 """
 NOTES = (
     'Lines of --data: {"prompt": "..."}, {"messages": [...]} or {"conversations": [...]}; replies are made anew.',
-    "After an interruption the same command goes on where it was.",
+    "After an interruption, run the same command: it continues.",
 )
 
 
@@ -69,8 +69,8 @@ class AccelerateOptions:
     """The questions, the time, and the folder of the head."""
 
     data: Annotated[tuple[str, ...], "Data", "FILE"] = ()
-    """Questions or chats (JSONL) like those that the model will get, .gz too. Default: questions of
-    ours, in English."""
+    """Questions or chats (JSONL) like those that the model will get, .gz too. Default: 794
+    questions in English that come with eyas."""
     minutes: Annotated[PositiveFloat, "Training", "N"] = 60.0
     """Minutes for the whole command."""
     method: Annotated[str | None, "Method", "NAME"] = None
@@ -172,6 +172,8 @@ class Models:
             began = time.monotonic()
             llm = load_llm()
             need_tokenizer(llm)
+            if not getattr(llm.tokenizer, "chat_template", None):
+                raise InputError("this target has no chat template: use eyas train --data FILE with plain text")
             self.loading_seconds = time.monotonic() - began
             self._loaded = purpose, llm
         return self._loaded[1]

@@ -78,7 +78,7 @@ class RegenerateOptions:
     """Leave out replies that --max-new-tokens cut, and the turns after them. Default: mark them."""
     as_json: AS_JSON = False
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 1024
-    """Tokens of a reply; a longer one is cut."""
+    """Longest reply in tokens; a longer one is cut."""
     rows: Annotated[PositiveInt | None, "Machine", "N"] = None
     """Conversations to answer together. Default: 8 on a CPU, 16 elsewhere."""
     workers: Annotated[PositiveInt | None, "Machine", "N"] = None

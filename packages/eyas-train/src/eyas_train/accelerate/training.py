@@ -33,19 +33,19 @@ def training_options(store: FeatureStore, speeds: Speeds, seconds: float, max_le
     batch_tokens = plan.batch_size(tokens, max_length)
     batches = len(Batches(examples, batch_tokens).plan(0))
     steps = max(plan.STEPS[0], round(tokens * batches / available))
-    seconds = tokens / speeds.train_rate
+    planned = tokens / speeds.train_rate
     config = {
-        "steps": steps,
+        "minutes": min(seconds, planned * (1 + plan.EVALUATION_SHARE)) / 60,  # by the clock: other programs may begin
         "batch_tokens": batch_tokens,
         "max_length": store.settings.max_length,
         "heldout": store.settings.heldout,
         "lr": RATE * min(1.0, RATE_WIDTH / store.settings.hidden_size),
         "min_lr_share": LEAST_RATE_SHARE,
         "eval_every": math.ceil(steps / plan.EVALUATIONS),
-        "save_every": max(1, round(steps * SAVE_SECONDS / seconds)),
+        "save_every": max(1, round(steps * SAVE_SECONDS / planned)),
     }
     return {
         "config": config,
-        "prompts": plan.evaluation_prompts(seconds, speeds),
+        "prompts": plan.evaluation_prompts(planned, speeds),
         "tokens": tokens,
     }

@@ -467,9 +467,8 @@ class Place(NamedTuple):
 def _places(target: Target, size: LayerSizes) -> list[Place]:
     """Return the place of each layer. Caches are in the order of `core.cache.KVCache`."""
     places, layout = list[Place](), target.layout
-    owners = dict[
-        str | None, tuple[int, int]
-    ]()  # by kind: the last layer that stores keys, and its place in the layout
+    # by kind: the last layer that stores keys, and its place in the layout
+    owners = dict[str | None, tuple[int, int]]()
     stores = list(dict.fromkeys(sizes for sizes in layout if sizes is not None))
     for number, (layer, parts) in enumerate(_every(target)):
         if parts.state is not None:

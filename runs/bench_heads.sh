@@ -11,13 +11,14 @@
 set -eu
 OUT=${OUT:-out/heads}
 PYTHON=${PYTHON:-.venv/bin/python}
-STAGES=${STAGES:-small_model medusa hydra hydra++ kangaroo glide eagle1-shifted eagle1-unshifted eagle1-feature eagle1-token}
+STAGES=${STAGES:-small_model distillspec medusa hydra hydra++ kangaroo glide eagle1-shifted eagle1-unshifted eagle1-feature eagle1-token}
 HEAD="--tokens ${TOKENS:-2000000} --eval-every 150"
 
 for stage in $STAGES; do
     case $stage in
     # the role of Vicuna-68M beside Vicuna-7B: 1.8M parameters, 1.0M of them the table of tokens, beside 28.3M
     small_model) options="--method small_model --tokens ${TOKENS:-6000000} --lr 3e-3 --warmup-steps 10 --eval-every 200" ;;
+    distillspec) options="--method distillspec --tokens ${TOKENS:-140000} --lr 4e-3 --warmup-steps 8 --eval-every 150" ;;
     medusa | hydra) options="--method $stage $HEAD --lr 1e-3 --objective distribution" ;;
     hydra++) options="--method hydra $HEAD --lr 1e-3 --objective distribution --head.arch prefix-mlp --head.blocks 4" ;;
     kangaroo | glide) options="--method $stage --tokens ${TOKENS:-120000} --lr 2e-3 --warmup-steps 8 --eval-every 150" ;;

@@ -25,7 +25,7 @@ PLUS=hydra:head=hydra++:tree.choices=dynamic:tree.nodes=26
 OTHERS=small_model:tree.choices=chain:depth=5,prompt_lookup,suffix,lookahead,self_speculative:tree.choices=chain:depth=5
 REST=rest:datastore=$OUT/datastore:rest.nodes=26
 ALL=$OTHERS,$REST,$HEADED,$PLUS,$EAGLES,eagle2:$TREE:draft_with=suffix
-MORE=small_model:tree.choices=chain:depth=5,cascade:depth=5:cascade.tail=0,cascade:depth=2:cascade.tail=3,spectr:depth=5,kangaroo:depth=5
+MORE=small_model:tree.choices=chain:depth=5,distillspec:tree.choices=chain:depth=5,cascade:depth=5:cascade.tail=0,cascade:depth=2:cascade.tail=3,spectr:depth=5,kangaroo:depth=5
 MORE=$MORE,cascade:dynamic.nodes=26:dynamic.branch=4:depth=5:cascade.tail=0,glide:tree.nodes=26:tree.depth=5:tree.branch=4
 MORE_HEADS="--heads $HEADS --draft cascade=$HEADS/small_model --draft spectr=$HEADS/small_model"
 SIX=eagle:$EVAL/eagle

@@ -211,7 +211,7 @@ def _read_block(file: File) -> Published:
     }
     tensors = _tensors(file, names.block_names(layers))
     if (bias := file.get("ARCH.dspark.confidence_bias")) is not None:
-        tensors["confidence_head.proj.bias"] = torch.tensor([bias])
+        tensors["confidence_head.proj.bias"] = torch.tensor([bias], dtype=torch.float32)
     maps = _draft_vocabulary(file, config["vocab_size"])
     file.expect_no_more()
     return _block_form(file, config, tensors, maps)

@@ -176,13 +176,15 @@ def test_a_family_is_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_lists_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards `eyas heads`: what fits, why, and what is left out with its reason."""
+    """Guards `eyas heads`: what fits and why; without a model, also what is left out, with its reason."""
     from eyas.cli import run
 
     assert run(["heads", "Qwen/Qwen3-14B"]) == 0
     said = capsys.readouterr().out
     assert "deepseek-ai/dspark_qwen3_14b_block7  (dspark)" in said
-    assert "Gemma 4's, which are not computed here" in said
+    assert "Not in the list" not in said
+    assert run(["heads"]) == 0
+    assert "Gemma 4's, which are not computed here" in capsys.readouterr().out
     assert run(["heads", "embedded"]) == 0
     own = capsys.readouterr().out
     assert own.index("(mtp)") < own.index("(eagle3)")  # the default first

@@ -201,7 +201,9 @@ def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
 def measure(drafter: Drafter) -> Costs:
     """Measure the costs of a method, and how much others used the machine meanwhile."""
     before, now = snapshot(), time.time()
-    return replace(_measure(drafter), others=used(before).share, measured_at=now)
+    costs = replace(_measure(drafter), others=used(before).share, measured_at=now)
+    log.info("measured passes of this model for %.1f s, once, within the time of this answer", time.time() - now)
+    return costs
 
 
 def _measure(drafter: Drafter) -> Costs:

@@ -273,7 +273,7 @@ class LLM:
                 )
             return cast(tuple[int, ...], one)
         if self.tokenizer is None:
-            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or name a tokenizer")
+            raise InputError("this target has no tokenizer: give token ids (--prompt-ids), or --tokenizer")
         if extra and not has_template:
             raise InputError(f"{extra} a chat template: this tokenizer has none, or raw leaves it out")
         if template.get("tools") and not has_place_for_tools(self.tokenizer, template["tools"]):

@@ -224,6 +224,12 @@ def _answer_one(
         for number, piece in enumerate(stream):
             if number == 0:  # the request is valid
                 note_no_head(llm, model, draft)
+                if (
+                    isinstance(prompt, str)
+                    and llm.tokenizer
+                    and not (llm.tokenizer.chat_template or keywords.get("raw"))
+                ):
+                    note("this tokenizer has no chat template: the model continues the prompt as it is")
             if not as_json:
                 separator = "" if llm.tokenizer or piece.finish_reason else ","
                 print(_shown(llm, piece), end=separator, flush=True)

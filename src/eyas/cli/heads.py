@@ -45,9 +45,10 @@ def command(
         print(f"{fit.head.head}  ({fit.head.method})\n    {fit.why}")
     if not found:
         print(f"no head is listed for {model}: the text itself drafts (--draft suffix); eyas accelerate trains a head")
-    print("\nNot in the list:")
-    for heads_left_out, reason in named.left_out():
-        print(f"{heads_left_out}\n    {reason}")
+    if model is None:
+        print("\nNot in the list:")
+        for heads_left_out, reason in named.left_out():
+            print(f"{heads_left_out}\n    {reason}")
 
 
 def _fitting(model: str) -> list[FittingHead]:

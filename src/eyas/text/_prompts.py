@@ -93,7 +93,7 @@ def write_chat(
     """
     chat = check_messages(messages, ("text",))
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids instead of messages")
+        raise InputError("this tokenizer has no chat template: pass a plain prompt or token ids (/v1/completions)")
     own = inspect.signature(tokenizer.apply_chat_template).parameters if chat_template_kwargs else {}
     if reserved := sorted({*own, *RESERVED} & dict(chat_template_kwargs or {}).keys()):
         raise InputError(f"chat_template_kwargs: {reserved[0]} is not a variable of a chat template")

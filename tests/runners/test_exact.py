@@ -97,7 +97,7 @@ def test_scores_do_not_depend_on_other_nodes(sampling: Sampling) -> None:
 
 
 @needs
-@pytest.mark.parametrize("family", ["gemma4", "gpt2", "jamba"])
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "jamba"])
 def test_no_other_model_is_rounded(family: str) -> None:
     """Guards the edge of the guarantee: models without kernels run by torch's products, whose sums depend on the
     shape of a pass, and rounding is refused there."""

@@ -300,7 +300,7 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     options = build_options(kind.Options, {**SMALL, "train.anchors": 8, **SIZES[name]})
     drafter = kind.init_for_training(target, options, 1)
     first, losses, figures = heads.short_training(drafter, tmp_path)
-    assert losses[-1]["loss"] < min(losses[0]["loss"], 0.93 * first)
+    assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)
     assert {"0-alpha", "chain tau", "tau"} <= figures.keys()
     again: Any = kind.load(checkpoints.load(tmp_path), target, options)
     assert again.block_format == drafter.block_format  # type: ignore[attr-defined]

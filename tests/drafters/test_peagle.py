@@ -160,8 +160,8 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     steps = {"head.levels": 3} if name == "peagle" else {"ttt.steps": 3}
     options = build_options(kind.Options, {**SMALL, "head.depth": 2, **steps})
     drafter = kind.init_for_training(target, options, 1)
-    first, losses, figures = heads.short_training(drafter, tmp_path)
-    assert losses[-1]["loss"] < min(losses[0]["loss"], 0.93 * first)
+    first, losses, figures = heads.short_training(drafter, tmp_path, steps=100)
+    assert losses[-1]["loss"] < min(losses[0]["loss"], 0.9 * first)
     assert {"0-alpha", "chain tau", "tau"} <= figures.keys()
     again: Any = kind.load(checkpoints.load(tmp_path), target, options)
     assert again.layers == 2

@@ -128,7 +128,9 @@ def model(family: str) -> PreTrainedModel:
         for number, layer in enumerate(made.get_decoder().layers):
             if hasattr(layer, "layer_scalar"):
                 layer.layer_scalar.fill_(0.8 + 0.1 * number)
-                layer.self_attn.q_norm.weight.mul_(0.2)  # scores are not scaled; those of random heads would be large
+                layer.self_attn.q_norm.weight.mul_(
+                    0.2
+                )  # Gemma 4 does not scale scores, and random heads would give large ones
     return made
 
 

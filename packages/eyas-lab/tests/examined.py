@@ -68,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> World:
     answers = [keep(target, prompt, texts[number]) for prompt, number in zip(prompts, ids, strict=True)]
     examples = [Example(a.ids_N.tolist(), [t >= a.first for t in range(len(a.ids_N))]) for a in answers]
     config = TrainConfig(
-        lr=5e-3, steps=130, batch_tokens=800, max_length=64, precision="float32", eval_every=0, save_every=0
+        lr=5e-3, steps=90, batch_tokens=800, max_length=64, precision="float32", eval_every=0, save_every=0
     )
     heads = dict[str, Path]()
     for name, options in OPTIONS.items():

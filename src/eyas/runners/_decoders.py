@@ -307,7 +307,7 @@ class Beside(NamedTuple):
 
 
 class OfTokens(NamedTuple):
-    """The modules by which a layer reads numbers of its own for each token (`kernels.TokenInput`)."""
+    """The modules with which a layer reads its own numbers of each token (`kernels.TokenInput`)."""
 
     gate: Part
     projection: Part

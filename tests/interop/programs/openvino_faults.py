@@ -1,4 +1,4 @@
-"""Run by OpenVINO's Python: `python -m draft_vectors openvino_faults:Half`, OpenVINO GenAI as it is without the class's settings."""
+"""Run by OpenVINO's Python: `python -m draft_vectors openvino_faults:Half`. OpenVINO GenAI keeps its own settings here."""
 
 from draft_vectors.engines.openvino import OpenVino
 

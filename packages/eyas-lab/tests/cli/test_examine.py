@@ -55,7 +55,7 @@ def test_a_head_that_does_not(run: Run, prompts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_live_server(run: Run, prompts: Path) -> None:
-    """Bug: the shares on the server are not those of the answers that it gave, or are left out of the table."""
+    """Bug: the table shows other shares than the server's answers had, or none."""
     chain = {"nodes": 4, "depth": 3, "branch": 1}
     llm, counted = small_llm(draft=tiny.HEADS["mtp"], tree=chain), [0] * 4
     for prompt in EMBEDDED_PROMPTS:

@@ -45,6 +45,7 @@ from eyas_train.output import TrainOutput, kept_state
 from eyas_train.progress import OnProgress
 from eyas_train.reporter import Reporter
 from eyas_train.setup import TrainSetup, set_up
+from eyas_train.start import begins_fitted
 from eyas_train.state import BestHead, TrainState, saved_states
 from eyas_train.step import train_step
 
@@ -134,7 +135,7 @@ class Trainer:
         saved = output.load(resume)
         self.state = TrainState() if saved is None else TrainState.from_dict(saved, output.state_file)
         self.loss_function: LossFunction = setup.group.shard(setup.drafter)
-        self.optimizer = HeadOptimizer(setup.net, setup.config, setup.device)
+        self.optimizer = HeadOptimizer(setup.net, setup.config, setup.device, begins_fitted(setup.drafter))
         if saved is not None:
             output.restore(self.state, self.optimizer)
         self.reporter = Reporter(setup, self.state, output.folder, on_progress)

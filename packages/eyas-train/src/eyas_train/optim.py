@@ -5,9 +5,9 @@ Muon (Jordan 2024) makes the update of a matrix orthogonal. Scaled to the size o
 (Liu et al. 2025, arXiv 2502.16982) it takes the same learning rate. It is not meant for tables over
 a vocabulary, nor for vectors: those stay with AdamW.
 
-An update is as small as its matrix (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235, section 8). A fitted head begins
-with a matrix of small numbers, which reads features of hundreds, and with one of zeros, whose output is added to small
-states. At the same learning rate as the others they make the head worse than it began.
+Where heads are fitted before, an update is as small as its matrix (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235,
+section 8). A fitted head begins with a matrix of small numbers, which reads features of hundreds, and with one of zeros,
+whose output is added to small states. At the learning rate of the others these two make the head worse than it began.
 
 This module knows no method.
 """
@@ -33,7 +33,8 @@ VOCABULARY_TABLES = frozenset({"head", "lm_head", "embed", "embed_tokens"})  # n
 class HeadOptimizer:
     """The optimizers of a net, whose weights may be shards (DTensors)."""
 
-    def __init__(self, net: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, config: TrainConfig, device: torch.device, small_updates: bool = False) -> None:
+        self.small_updates = small_updates  # of small matrices
         trainable = [(name, value) for name, value in net.named_parameters() if value.requires_grad]
         matrices = [
             value for name, value in trainable if value.ndim == 2 and not VOCABULARY_TABLES & set(name.split("."))
@@ -77,11 +78,14 @@ class HeadOptimizer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self, lr: float) -> None:
-        """Update the weights: matrices of small numbers by less."""
+        """Update the weights."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        sizes = torch.stack([_size(group["params"][0]) for group in groups]).tolist()  # read from the device once
-        for group, size in zip(groups, sizes, strict=True):
-            group["lr"] = lr * min(1.0, max(LEAST_SHARE, size / USUAL_SIZE))
+        shares = [1.0] * len(groups)
+        if self.small_updates:
+            sizes = torch.stack([_size(group["params"][0]) for group in groups]).tolist()  # read from the device once
+            shares = [min(1.0, max(LEAST_SHARE, size / USUAL_SIZE)) for size in sizes]
+        for group, share in zip(groups, shares, strict=True):
+            group["lr"] = lr * share
         for optimizer in self.optimizers:
             optimizer.step()
 

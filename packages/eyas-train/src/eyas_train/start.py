@@ -47,6 +47,11 @@ def fit_of(drafter: DraftMethod) -> Fit | None:
     return None
 
 
+def begins_fitted(drafter: DraftMethod) -> bool:
+    """Return whether new heads of this method are fitted, also for a head that is trained already."""
+    return isinstance(drafter, eagle1.Method | eagle3.Method | mtp.Method)
+
+
 def fit_start(
     drafter: DraftMethod,
     examples: Sequence[Example],

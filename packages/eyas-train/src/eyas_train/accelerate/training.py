@@ -12,10 +12,8 @@ from eyas_train.store import FeatureStore
 
 __all__ = ["training_options"]
 
-RATE, RATE_WIDTH = (
-    1e-3,
-    384,
-)  # learning rate by held-out loss at this hidden size (docs/reference/training.md), less for wider
+# learning rate by held-out loss at this hidden size (docs/reference/training.md), less for wider
+RATE, RATE_WIDTH = 1e-3, 384
 LEAST_RATE_SHARE = 0.02
 SAVE_SECONDS = 60.0  # between two saved states
 

@@ -75,7 +75,9 @@ def summary(llm: LLM, result: Result) -> str:
     stats, tokens = result.stats, len(result.token_ids)
     speed = f" in {stats.seconds:.2f} s ({tokens / stats.seconds:.1f} tokens/s)" if stats.seconds else ""
     end = {"length": ", cut at the length asked for", "interrupted": ", interrupted"}.get(result.finish_reason, "")
-    return f"{tokens} token{'s' * (tokens != 1)}{speed}, tau {stats.tau:.2f}, {llm.method}{end}"
+    drafted = stats.decisions.keys() - {"plain"} or not stats.cycles
+    method = llm.method if drafted else "no drafts"
+    return f"{tokens} token{'s' * (tokens != 1)}{speed}, tau {stats.tau:.2f}, {method}{end}"
 
 
 class ProgressBar:

@@ -139,7 +139,8 @@ def command(
         run.refuse_others(differences(results.first, described(llm)))
         tasks = run.remaining(items)
         run.note_other_drafts(llm)
-        note_no_head(llm, model, draft)
+        if keywords.get("drafting") != "off":
+            note_no_head(llm, model, draft)
         status = run.answer(Answerer(llm, keywords, inputs.batch_size)(tasks), len(tasks))
         save_adapted(llm, adapt)
         return status
@@ -223,7 +224,8 @@ def _answer_one(
     try:
         for number, piece in enumerate(stream):
             if number == 0:  # the request is valid
-                note_no_head(llm, model, draft)
+                if keywords.get("drafting") != "off":
+                    note_no_head(llm, model, draft)
                 if (
                     isinstance(prompt, str)
                     and llm.tokenizer

@@ -101,7 +101,20 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
     copied = run(*GENERATE, "--max-new-tokens", 2, "hello").stderr
     assert "no --draft: drafts are copied from the text so far (suffix)" in copied
     assert run(*GENERATE, "--max-new-tokens", 2, "--method", "vanilla", "x").stderr.count("\n") == 1
+    off = run(*GENERATE, "--max-new-tokens", 4, "--drafting", "off", "--ignore-eos", "x").stderr
+    assert re.fullmatch(r"eyas: 4 tokens .*, tau 1.00, no drafts, cut at the length asked for\n", off)
     assert answer("-", stdin="hello")["text"] == said
+
+
+@pytest.mark.slow
+def test_another_chat_template(run: Run, answer: Run, tmp_path: Path) -> None:
+    """Guards a template from a file, which replaces the tokenizer's."""
+    (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    plain = answer("hello", "--raw")["token_ids"]
+    assert answer("hello", "--chat-template", tmp_path / "plain.jinja")["token_ids"] == plain
+    assert answer("hello")["token_ids"] != plain
+    missing = run(*GENERATE, "--chat-template", tmp_path / "nothing", "hello")
+    assert (missing.exit_code, "cannot be read" in missing.stderr) == (2, True)
 
 
 @pytest.mark.slow

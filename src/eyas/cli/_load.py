@@ -23,6 +23,8 @@ from eyas.cli._options import AdaptOptions, DraftOptions, Fields, FilterOptions,
 from eyas.errors import InputError, OptionError, UnknownOptionError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from eyas.api import LLM, Result
     from eyas.core.logprobs import TokenLogprobs
 
@@ -80,12 +82,12 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
     from eyas.api import load as load_llm
 
     arguments = {**asdict(model), **asdict(draft), **options}
-    verbose = arguments.pop("verbose")
+    verbose, template = arguments.pop("verbose"), arguments.pop("chat_template")
     if arguments["tree"] is None:
         del arguments["tree"]
     try:
         with quiet(verbose), collector_paused():
-            return load_llm(**arguments)
+            llm = load_llm(**arguments)
     except UnknownOptionError as error:
         owners = _owners(error.option)
         if not owners:
@@ -93,6 +95,10 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         name = f"--{error.option.replace('_', '-')}"
         message = f"{name} is an option of {', '.join(owners)}, not of the method in use: leave it out, or choose another --method"
         raise OptionError(message) from error
+    if template is not None:
+        tokenizer = need_tokenizer(llm)
+        tokenizer.chat_template = text_of(Path(template), f"--chat-template {template} cannot be read")
+    return llm
 
 
 def load_adapted(adapt: AdaptOptions, model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) -> LLM:
@@ -133,9 +139,10 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
             raise OptionError(f"eyas {command} needs {package}: {elsewhere.command_of(extra)}") from error
 
 
-def need_tokenizer(llm: LLM) -> None:
+def need_tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
     if llm.tokenizer is None:
         raise InputError("this target has no tokenizer: name one with --tokenizer")
+    return llm.tokenizer
 
 
 def note_no_head(llm: LLM, model: TargetOptions, draft: DraftOptions) -> None:

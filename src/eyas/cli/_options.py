@@ -101,6 +101,8 @@ class TargetOptions:
     """PEFT adapter (LoRA, DoRA) to merge. Give several NAME=PATH to let requests choose."""
     tokenizer: Annotated[str | None, "Model", "PATH|HUB"] = None
     """The tokenizer, when it is not in the target's folder."""
+    chat_template: Annotated[str | None, "More", "FILE"] = None
+    """A Jinja file with the chat template, instead of the tokenizer's own."""
     trust_remote_code: Annotated[bool, "Model"] = False
     """Run Python code that comes with the target."""
     dtype: Annotated[str, "Machine", "NAME"] = "auto"

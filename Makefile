@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 LINT  := src tests runs packages conftest.py
 
 # Programs that others have written, for tests/clients and runs/serve_load.py; not needed by eyas, and apart from it.
-CLIENTS       := lm-eval[api,hf] guidellm langchain-openai transformers[serving] anthropic openai-agents litellm llm
+CLIENTS       := lm-eval[api,hf] guidellm llama-benchy langchain-openai transformers[serving] anthropic openai-agents litellm llm
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 import zoo
@@ -152,6 +153,9 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
     """Eight neighbours of the last dimension in each integer, the first of them in its lowest bits."""
     words = codes.long().unflatten(-1, (-1, 8))[..., order] << 4 * torch.arange(8)
     return words.sum(-1).to(torch.int32)
+
+
+TOKENS = ("<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "ab")  # a vocabulary of bytes
 
 
 def write_gguf(

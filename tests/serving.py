@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
 import threading
 import time
@@ -111,6 +112,16 @@ class Remote:
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         """The same for asyncio."""
         return openai.AsyncOpenAI(**{"base_url": self.v1, "api_key": "none", "max_retries": 0, **options})
+
+
+def curl(server: Remote, line: str) -> httpx2.Response:
+    """Send what a line of curl on a page sends to port 8000, to this server."""
+    url, *options = shlex.split(line)[1:]
+    assert {*options[::2]} <= {"-H", "-d"}, line
+    given = [*zip(options[::2], options[1::2], strict=True)]
+    headers = dict(value.split(": ", 1) for option, value in given if option == "-H")
+    (body,) = [value for option, value in given if option == "-d"]
+    return server.request("POST", url.removeprefix("http://127.0.0.1:8000"), content=body.encode(), headers=headers)
 
 
 class Running(Remote):

@@ -55,7 +55,14 @@ def shell_lines(page: Path) -> list[str]:
     """The lines of a page's blocks that a shell reads, without comments; a continued line is one."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     shell = "\n".join(text for kind, text in blocks if kind in ("", "sh", "bash")).replace("\\\n", " ")
-    return [re.sub(r"\s+#.*", "", line) for line in shell.splitlines()]
+    services = re.findall(r"^ExecStart=(.*)", "\n".join(text for kind, text in blocks if kind == "ini"), re.MULTILINE)
+    lines, begun = [], ""
+    for line in [*shell.splitlines(), *services]:
+        begun += re.sub(r"\s+#.*|^#.*", "", line)
+        if begun.count("'") % 2 == 0:  # else a quoted body goes on in the next line
+            lines.append(begun)
+            begun = ""
+    return [line for line in lines if line.strip()]
 
 
 def commands_of(page: Path) -> list[list[str]]:

@@ -10,8 +10,14 @@ import openai
 import pytest
 
 import eyas
+from eyas import checkpoints
+from eyas.core.options import build_options
+from eyas.drafters import find
+from eyas.recall import Pools
 from eyas.serve.settings import Settings
-from serving import Running, running
+from eyas_train.adapt import Heads
+from serving import Running, curl, running, small_llm
+from test_public import PAGES, shell_lines
 
 ROOT = Path(__file__).parents[2]
 SERVING = "\n".join((ROOT / "docs" / page).read_text() for page in ("guide/serve.md", "reference/http.md"))
@@ -26,18 +32,28 @@ def embedded(llm: eyas.LLM) -> object:
         yield one
 
 
+CURLS = [line for page in PAGES for line in shell_lines(page) if line.startswith(f"curl {ADDRESS}")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", CURLS, ids=lambda line: line.split()[1].rpartition("/")[2])
+def test_requests_of_the_pages(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a request that a newcomer copies is refused."""
+    llm = small_llm()
+    monkeypatch.chdir(tmp_path)
+    method = find("mtp")
+    checkpoints.save(method.random(llm.target, build_options(method.Options, {}), 5).weights(), Path("heads/monday"))
+    with running(llm, name="embedded", pools=Pools(2**20), heads=Heads(llm), admin_key="SECRET") as server:
+        answer = curl(server, line)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.quick("page1")
 @pytest.mark.parametrize("page", [README, SERVING])
-def test_the_first_requests(
+def test_the_client_of_the_pages(
     embedded: Running, page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer copies them: the line of curl, and the block in Python, which is run as it stands, on the port of the
-    test."""
-    match = re.search(rf"curl {ADDRESS}(\S+) -H '([^']+)'[\s\\]+-d '([^']+)'", page)
-    assert match is not None
-    path, header, body = match.groups()
-    answer = embedded.request("POST", path, content=body.encode(), headers=dict([header.split(": ")]))
-    assert answer.json()["choices"][0]["message"]["content"]
+    """A newcomer copies the block in Python, which is run as it stands, on the port of the test."""
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "OpenAI" in block)
     client = embedded.client()
     monkeypatch.setattr(openai, "OpenAI", lambda **_: client)

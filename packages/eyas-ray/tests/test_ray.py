@@ -482,12 +482,15 @@ def test_numbers_of_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 @EMBEDDED
 def test_a_training_with_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against processes that train apart, each on its share, and that look for the target in another folder than
-    the command's."""
+    """Guards against processes that train apart, each on its share of the features, and that look for the target in
+    another folder than the command's."""
     monkeypatch.chdir(tmp_path)
     tiny.model().save_pretrained("target")
     tiny.tokenizer().save_pretrained("target")
-    common = [*brief_training(written_chats(Path("chats.jsonl"), 24))[:-1], "--target", "target", "--output"]
+    data = str(written_chats(Path("chats.jsonl"), 24))
+    assert run(["features", "--target", "target", "--data", data, "--max-length", "64", "--output", "features"]) == 0
+    training = " ".join(brief_training(Path(data))[:-1]).replace(f"--data {data}", "--features features").split()
+    common = [*training, "--target", "target", "--output"]
     assert run([*common, "one"]) == 0
     assert run([*common, "two", "--workers", "2"]) == 0
     check_same_training(tmp_path / "two", tmp_path / "one")

@@ -49,14 +49,14 @@ def quick(tmp_path: Path) -> tuple[object, ...]:
 @pytest.mark.slow
 def test_eyas_in_this_process(run: Run, tmp_path: Path) -> None:
     """Guards the whole command: a pass, its status, its files."""
-    result = run(*quick(tmp_path), "--draft", "head")
+    result = run(*quick(tmp_path), "--draft", "head", "--method", "eagle2")
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads(result.stdout.strip().splitlines()[-1])
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["verdict"], report["deployment"]) == ("passed", "eyas, eagle2")
     assert "eyas, eagle2: passed" in result.stdout
     assert "passed" in (tmp_path / "out" / "report.html").read_text()
-    again = run(*quick(tmp_path), "--draft", "head", "--seed", 3)
+    again = run(*quick(tmp_path), "--draft", "head", "--method", "eagle2", "--seed", 3)
     assert again.exit_code == 2
     assert "holds an audit with other settings (plan, seed)" in again.stderr
 
@@ -69,7 +69,7 @@ def test_a_server_of_eyas(run: Run, world: Path, tmp_path: Path, same: bool) -> 
     if not same:
         llm.target.model.lm_head.weight.data.mul_(-1)
     with running(llm, name="llama") as server:
-        result = run(*quick(tmp_path), "--url", server.v1)
+        result = run(*quick(tmp_path), "--url", server.v1, "--server-dtype", "float32", "--concurrency", 2)
     assert result.exit_code == (0 if same else 1), (result.output, result.exception)
     report = json.loads(result.stdout.strip().splitlines()[-1])
     assert report["verdict"] == ("passed" if same else "failed")

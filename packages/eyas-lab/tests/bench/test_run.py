@@ -30,7 +30,7 @@ from eyas_lab.bench.probe import Probe, chain_alpha, probe
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
-from eyas_lab.bench.summary import summarise, write
+from eyas_lab.bench.summary import slow_baseline, summarise, write
 from eyas_lab.bench.tasks import Prompt
 from eyas_lab.metrics import acceptance_by_depth
 
@@ -217,6 +217,14 @@ def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> 
     (tmp_path / ANSWERS).write_text("".join(json.dumps(a.to_json()) + "\n" for a in known))
     (warning,) = summarise(run, run.run(tmp_path), snapshot(), "x", probe_prompts=0)["warnings"]
     assert f"other processes used {len(cores()) / 2:.1f} of {len(cores())} cores" in warning
+
+
+def test_a_disturbed_baseline_is_said() -> None:
+    """Bug: plain decoding that something slowed makes drafts look twice as fast, and no line says so."""
+    row = {"method": "eagle3", "task": "own/a", "tokens": 90, "tokens_per_second": 30.0}
+    (warning,) = slow_baseline([{**row, "c": 0.8}, {**row, "c": 1.1}, {**row, "c": None}])
+    assert "plain decoding was disturbed: eagle3 on own/a (0.80);" in warning
+    assert slow_baseline([{**row, "c": 0.97}, {**row, "c": 0.8, "tokens": 20}]) == []
 
 
 @pytest.mark.cover(after=1)

@@ -33,6 +33,7 @@ RUNS_BY = {  # a runner's name -> how the title tells it
     "compiled graphs": "CUDA graphs, compiled layers",
 }
 SAMPLES = 3  # prompts whose texts the report shows
+LEAST_CYCLE = 0.95  # of a cycle in plain steps; noise of a quiet machine is 5 %
 SAMPLE_LETTERS = 600
 
 
@@ -68,7 +69,7 @@ def summarise(
         "format": FORMAT,
         "title": _title(bench, settings),
         "command": command,
-        "warnings": _warnings(bench, answers, settings["threads"]),
+        "warnings": [*_warnings(bench, answers, settings["threads"]), *slow_baseline(table)],
         "machine": card(before, dtype=settings["dtype"], device=settings["device"]),
         "rows": table,
         "failed": dict(bench.failed),
@@ -102,6 +103,17 @@ def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str
     if line := busy(_others(answers), threads):
         warnings.append(line)
     return warnings
+
+
+def slow_baseline(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning where cycles took less time than plain steps: each cycle contains a whole pass, so something
+    slowed plain decoding, and the speed-ups are too high. Rows of less than a second are left out."""
+    timed = (row for row in table if row["c"] is not None and row["tokens"] > row["tokens_per_second"])
+    wrong = [f"{row['method']} on {row['task']} ({row['c']:.2f})" for row in timed if row["c"] < LEAST_CYCLE]
+    found = ", ".join(wrong)
+    return [f"cycles cost less than a plain step, so plain decoding was disturbed: {found}; measure again"] * bool(
+        wrong
+    )
 
 
 def _others(answers: Sequence[Answer]) -> Used:

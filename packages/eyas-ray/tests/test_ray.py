@@ -384,7 +384,8 @@ def losses(folder: Path) -> list[float]:
 def training_command(data: Path, save_every: int, steps: int = 5, workers: int | None = 2) -> list[str]:
     """So many steps, by default by two processes."""
     options = {"data": data, "method": "mtp", "precision": "float32", "accumulation": 2, "steps": steps, "device": "cpu",
-               "log-every": 1, "eval-every": 0, "save-every": save_every, "heldout-tokens": 100, **({"workers": workers} if workers else {})}  # fmt: skip
+               "log-every": 1, "eval-every": 0, "save-every": save_every, "heldout-tokens": 100,
+               **({"workers": workers} if workers else {})}  # fmt: skip
     return ["train", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
 
 

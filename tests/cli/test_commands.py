@@ -25,25 +25,8 @@ HERE = tiny.FOLDER.is_dir()  # looked up before any fixture puts something else 
 SMALL = ("--tree.nodes", 6, "--tree.depth", 3, "--tree.branch", 2)
 
 
-# --- help ------------------------------------------------------------------------------------------------------------------------------
-
-
 COMMANDS = """accelerate audit bench chat datastore demo doctor examine export features generate heads methods push regenerate serve
     train tune"""
-
-
-@pytest.mark.slow
-def test_help_and_version_do_not_import_torch() -> None:
-    """`eyas --help` must not take as long as loading a model."""
-    for flag in ("--help", "--version"):
-        code = f"""
-import sys
-from eyas.cli import run
-status = run(["{flag}"])
-print(status, *sorted({{"torch", "transformers"}} & sys.modules.keys()))
-"""
-        done = processes.run([sys.executable, "-c", code])
-        assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -61,9 +44,8 @@ def test_the_commands_are_the_files(run: Run) -> None:
 @pytest.mark.quick("push", "export", "datastore build")
 @pytest.mark.parametrize("name", [*names(), "datastore build"])
 def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
-    """The help of every command describes every option, those of methods and of the training's
-    config included. A line of a panel with an option and no text, or only its default, is an option
-    without help."""
+    """The help of every command describes every option, those of methods and of the training's config included. A line
+    of a panel with an option and no text, or only its default, is an option without help."""
     if name == "datastore":
         return
     shown = run(*name.split(), "--help-all", env={"COLUMNS": "400"}).output
@@ -75,8 +57,7 @@ def test_every_option_says_what_it_is_for(name: str, run: Run) -> None:
 
 @pytest.mark.slow
 def test_help_of_generate(run: Run) -> None:
-    """All options of the design in panels; those of methods only where they are asked for, with
-    their defaults."""
+    """All options of the design in panels; those of methods only where they are asked for, with their defaults."""
     shown = run("generate", "--help").output
     flags = """--target --draft --method --tokenizer --max-new-tokens --system --raw --temperature --top-k --top-p --min-p
         --repetition-penalty --seed --stop --ignore-eos --batch-size --dtype --device --trust-remote-code --prompt-ids --input --output
@@ -135,9 +116,6 @@ def test_a_method_of_the_users_own(run: Run, tmp_path: Path, monkeypatch: pytest
     assert json.loads(result.stdout)["tree"] == {"courage": 7}
     assert "How much it dares" in run("generate", "--method=own.drafter", "--help").output
     assert run(*arguments, "--method", "vanilla").exit_code == 2
-
-
-# --- methods, doctor -------------------------------------------------------------------------------------------------------------------
 
 
 def test_methods(run: Run) -> None:
@@ -224,8 +202,6 @@ def test_the_shipped_model_is_intact(run: Run) -> None:
     assert result.exit_code == 0, result.output
 
 
-# --- chat ------------------------------------------------------------------------------------------------------------------------------
-
 CHAT = ("chat", "--target", "llama", "--draft", "head", *SMALL, "--max-new-tokens", 12)
 
 
@@ -282,9 +258,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(world: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, said = processes.finish(process, b"/help\n/exit\n")
     assert process.returncode == 0, said.decode()
-    assert [words in said for words in (b"interrupted", b"/help: list these commands", b"Traceback")] == [
-        True,
-        True,
-        False,
-    ]
+    told = [words in said for words in (b"interrupted", b"/help: list these commands", b"Traceback")]
+    assert told == [True, True, False]
     assert len(out.decode()) < 480

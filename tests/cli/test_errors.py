@@ -30,8 +30,6 @@ GENERATE = ("generate", "--target", "llama", "--max-new-tokens", 4)
 ASK = (*GENERATE, "x")
 
 
-# --- what was asked for ----------------------------------------------------------------------------------------------------------------
-
 BAD = {
     "unknown command": (("generat", "x"), ["unknown command 'generat'", "did you mean generate"]),
     "unknown flag": ((*ASK, "--temprature", 1), ["--temprature", "--temperature"]),
@@ -103,9 +101,6 @@ def test_bad_input_is_one_line(name: str, refused: Run) -> None:
         assert part in said, said
 
 
-# --- heads and targets -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick("size0-hidden size is 32, the target's 48")
 @pytest.mark.parametrize(
     ("size", "words"),
@@ -173,9 +168,6 @@ def test_nan_logits_name_the_layer(refused: Run, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     said = refused("generate", "--target", tmp_path, "--prompt-ids", "1,2,3", "--method", "vanilla")
     assert "the target's logits are NaN (after layer 2)" in said
-
-
-# --- files that cannot be written ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -273,12 +265,8 @@ def test_stdout_that_is_full_or_closed() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-# --- faults of ours --------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_fault_of_ours_is_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not look like the user's mistake: the exception escapes, so Python prints it and
-    exits with 1."""
+    """It must not look like the user's mistake: the exception escapes, so Python prints it and exits with 1."""
 
     def broken(*_: Any) -> None:
         raise FileNotFoundError("not a file that the user named")
@@ -297,9 +285,6 @@ def test_out_of_memory_is_one_line(refused: Run, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(generate, "_answer_one", greedy)
     assert "out of memory" in refused(*GENERATE, "--method", "vanilla", "x")
-
-
-# --- options that would be ignored -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["train", "features"])

@@ -33,13 +33,9 @@ def shell(world: Path, arguments: tuple[object, ...], redirection: str) -> subpr
     return processes.run(["sh", "-c", line], env=processes.environment())
 
 
-# --- standard streams ---------------------------------------------------------------------------
-
-
 @pytest.mark.exhaustive
 def test_closed_standard_streams(world: Path, tmp_path: Path) -> None:
-    """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become
-    standard output."""
+    """`eyas generate hi >&-` ended with a traceback; and a file opened later must not become standard output."""
     closed = shell(world, (*GENERATE, "hi"), ">&-")
     assert closed.returncode == 0, closed.stderr
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
@@ -116,9 +112,6 @@ def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "eyas: interrupted\n"
 
 
-# --- colors and widths --------------------------------------------------------------------------
-
-
 def test_no_color(run: Run) -> None:
     """NO_COLOR was not heard by the lines about errors."""
     assert "\x1b[31m" in run("nonsense", env={"FORCE_COLOR": "1"}).stderr
@@ -143,8 +136,6 @@ def test_one_method_with_the_help_of_its_options(run: Run) -> None:
     assert "verified per cycle, the root included" in shown.lower()
     assert "did you mean eagle3" in run("methods", "eagle33").stderr
 
-
-# --- optional packages --------------------------------------------------------------------------
 
 BLOCK = """
 import sys
@@ -178,9 +169,8 @@ def without(
 
 @pytest.mark.exhaustive
 def test_without_the_library_of_the_command_line() -> None:
-    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages
-    that only the command line or pictures need, and `python -m eyas` says in a line which one it
-    lacks."""
+    """Guards a GPU machine without a network: `import eyas` and the bench need none of the packages that only the
+    command line or pictures need, and `python -m eyas` says in a line which one it lacks."""
     missing, lab = {"cyclopts", "docstring_parser", "rich_rst", "matplotlib"}, ("run", "simulate", "cost")
     imports = f"import eyas, eyas.api, eyas.hardware.machine, {', '.join(f'eyas_lab.bench.{name}' for name in lab)}"
     done = without(missing, imports=imports)
@@ -209,13 +199,11 @@ def test_a_command_says_what_to_install(tmp_path: Path) -> None:
     assert done.stderr == said
 
 
-def test_help_of_a_command_does_not_import_torch() -> None:
-    """`eyas generate --help` took as long as loading a model."""
-    done = without({"torch", "transformers"}, *((name, "--help") for name in ("generate", "chat", "bench", "features")))
+def test_help_does_not_import_torch() -> None:
+    """`eyas --help` and `eyas generate --help` took as long as loading a model."""
+    pages = ((*name, "--help") for name in ((), ("generate",), ("chat",), ("bench",), ("features",)))
+    done = without({"torch", "transformers"}, ("--version",), *pages)
     assert done.returncode == 0, done.stderr
-
-
-# --- outputs ------------------------------------------------------------------------------------
 
 
 def write(path: Path, *lines: Any) -> Path:

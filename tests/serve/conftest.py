@@ -1,8 +1,7 @@
 """One model, one server and one browser for the tests of a session.
 
-Where EYAS_SERVER_URL names a server (`make scale`: a fleet of replicas), the tests of the server that all share are run
-against that one, and the others, which make servers of their own, are left out.
-"""
+Where EYAS_SERVER_URL names a server (`make scale`: a fleet of replicas), the tests of the server that all share are
+run against that one, and the others, which make servers of their own, are left out."""
 
 from __future__ import annotations
 

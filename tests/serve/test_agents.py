@@ -75,9 +75,6 @@ def strict(llm: eyas.LLM) -> Iterator[Running]:
         yield one
 
 
-# --- lengths --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", [*DIALECTS, COMPLETIONS])
 def test_an_answer_longer_than_there_is_room_for_is_cut(server: Running, path: str) -> None:
     """Guards Claude Code, which asks for 32,000 tokens of every model: status 400 for each of its requests."""
@@ -106,9 +103,6 @@ def test_a_prompt_that_is_too_long_is_said_in_words_that_clients_know(server: Ru
     assert "prompt is too long: " in message
     assert "tokens > 4095 maximum" in message
     assert path == MESSAGES or made.json()["error"]["code"] == "context_length_exceeded"
-
-
-# --- the system's texts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", DIALECTS)
@@ -237,9 +231,6 @@ def test_an_answer_without_a_limit(server: Running, path: str, field: str) -> No
     assert Settings("m", max_model_len=100, max_tokens=500).answer_tokens(10, -1) == 90
 
 
-# --- calls ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", DIALECTS)
 def test_a_call_of_the_server_can_be_answered(strict: Running, path: str) -> None:
     """Guards Mistral's templates, which refuse ids of calls that are not nine letters and digits: the server's own."""
@@ -364,9 +355,6 @@ def test_every_dialect_takes_every_spelling(tooled: Running, path: str) -> None:
         made = post(tooled, path, HI, tokens=60, see=True, tool_choice=choice)
         assert (made.status_code, "today" in made.text) == (200, True), made.text
     assert not tools_of(TOOLS, {"type": "auto", "disable_parallel_tool_use": True}, None).parallel
-
-
-# --- silence --------------------------------------------------------------------------------------------
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):

@@ -92,8 +92,7 @@ def test_clients_that_hang_up(small: Running) -> None:
 
 
 def test_a_slow_reader_holds_up_nobody(small: Running, llm: eyas.LLM) -> None:
-    """A client that reads nothing of its stream does not keep others waiting, and later finds its
-    answer whole."""
+    """A client that reads nothing of its stream does not keep others waiting, and later finds its answer whole."""
     with send(small, body(stream=True)) as connection:
         quick = small.client().completions.create(model="tiny", prompt=PROMPTS[1], max_tokens=16, temperature=0)
         assert quick.choices[0].text == llm.generate(PROMPTS[1], raw=True, max_new_tokens=16).text
@@ -145,8 +144,7 @@ def test_a_queue_that_overflows(small: Running) -> None:
 
 
 def test_a_deadline(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request gets 408, which the client is told not to repeat; a stream that has begun ends with
-    an error."""
+    """A request gets 408, which the client is told not to repeat; a stream that has begun ends with an error."""
     monkeypatch.setattr("eyas.serve.engine.DEADLINE_CHECK_SECONDS", 0.0)
     asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 64}
     asked["extra_body"] = {"timeout": 1e-3, "ignore_eos": True}
@@ -190,8 +188,6 @@ def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> No
     assert isinstance(bad, eyas.errors.EyasError)
     assert good.text == llm.generate(PROMPTS[1], max_new_tokens=40).text
 
-
-# --- malformed bodies; tests/serve/test_junk.py has values deep within them ---
 
 FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",

@@ -39,8 +39,7 @@ def test_this_machine(host: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "[::2]", "[", "a b"],
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "[::2]", "[", "a b"]
 )
 def test_a_foreign_name(host: str) -> None:
     """Bug: a page whose name points at this machine reads the answers of its visitor's server."""

@@ -28,8 +28,7 @@ TALKS: dict[str, dict[str, Any]] = {
 
 
 def test_a_stream_as_events(server: Running) -> None:
-    """Events end in [DONE]; proxies are told not to hold them back; with continuous usage every
-    chunk counts."""
+    """Events end in [DONE]; proxies are told not to hold them back; with continuous usage every chunk counts."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**BODY, "stream": True, "stream_options": options, "timings_per_token": True}
     response = server.post(COMPLETIONS, body)
@@ -387,8 +386,7 @@ def counters(server: Running) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_metrics_under_the_names_of_vllm(server: Running) -> None:
-    """`vllm bench serve` sums these counters before and after; they must agree with the figures in
-    the answer."""
+    """`vllm bench serve` sums these counters before and after; they must agree with the figures in the answer."""
     before = counters(server)
     made = server.post(COMPLETIONS, {**BODY, "prompt": PROMPTS[1], "max_tokens": 30, "ignore_eos": True}).json()
     after = counters(server)
@@ -466,8 +464,7 @@ def test_a_switch_for_drafts(server: Running) -> None:
 
 @pytest.mark.slow
 def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
-    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens
-    are there."""
+    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens are there."""
     ids = llm.generate(PROMPTS[0], raw=True, max_new_tokens=30, ignore_eos=True).token_ids
     asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True, "stop_token_ids": [ids[3]]}
     made = server.post(COMPLETIONS, asked).json()

@@ -1,5 +1,4 @@
-"""Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched,
-no file is read."""
+"""Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched, no file is read."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def test_samples(server: Running, llm: eyas.LLM) -> None:
 
 @pytest.mark.slow
 def test_without_a_seed_answers_differ(server: Running) -> None:
-    """Requests without a seed must not share one: 16 tokens at temperature 1.5 agree with a chance
-    below 1e-6."""
+    """Requests without a seed must not share one: 16 tokens at temperature 1.5 agree with a chance below 1e-6."""
     asked = {"prompt": "Hello", "max_tokens": 16, "temperature": 1.5, "ignore_eos": True}
     made = [server.post("/v1/completions", asked).json()["choices"][0]["text"] for _ in range(3)]
     assert len(set(made)) == 3

@@ -69,9 +69,6 @@ def fits(page: Any) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
-# --- the chat ---------------------------------------------------------------------------------------
-
-
 def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     """A second turn that forgets the first, or a control that is not sent, is noticed by nobody who
     looks at one answer."""
@@ -312,8 +309,6 @@ def test_files_of_a_conversation(open_page: Open, address: str) -> None:
     assert [turn["content"] for turn in turns] == ["Be brief.", "Hello/you", answer]
 
 
-# --- Markdown ---------------------------------------------------------------------------------------
-
 MARKDOWN = """# A title
 
 Some *em*, **bold *both***, `a * b`, 2 * 3 * 4, snake_case_name, \\*not\\*, <b>text</b>.
@@ -466,12 +461,8 @@ def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Sc
     assert page.locator(".answer").all_text_contents()[1::2] == ["What time do you want? Yes", "No cycles"]
 
 
-# --- the cycle behind a token -----------------------------------------------------------------------
-
-
 def test_token_shows_its_cycle(open_page: Open, address: str) -> None:
-    """The tree with its texts, q and p; the accepted path; the reason; time, plan and tau: what the
-    page is for."""
+    """The tree with its texts, q and p; the accepted path; the reason; time, plan and tau: what the page is for."""
     page = open_page(address, reduced_motion="reduce")
     ask(page)
     panel = page.get_by_label("The selected cycle")
@@ -582,9 +573,6 @@ def test_layout_of_trees(open_page: Open, address: str) -> None:
     assert {boxes[n]["y"] for n in (0, 1, 5, 7, 14)} == {0}
 
 
-# --- the second view --------------------------------------------------------------------------------
-
-
 def test_live_view(open_page: Open, address: str, script: Script) -> None:
     """The figures of /stats, polled, and bars as long as they say; an error is shown and goes away again, and an idle
     server has nothing to show."""
@@ -623,9 +611,6 @@ def test_live_view(open_page: Open, address: str, script: Script) -> None:
     assert page.get_by_role("link", name="Chat").get_attribute("aria-current") == "page"
 
 
-# --- what must not happen ---------------------------------------------------------------------------
-
-
 def test_markup_stays_text(open_page: Open, address: str, script: Script) -> None:
     """Prompts, answers, trees, errors and names are text, whatever they look like."""
     evil = cycle(1, EVIL, [EVIL], EVIL, refused=[EVIL], plan=EVIL)
@@ -655,9 +640,6 @@ def test_policy_of_the_served_page(open_page: Any, address: str) -> None:
     open_page.errors.clear()
     for path in ("__init__.py", "..%2f__init__.py"):
         assert page.request.get(f"{address}/page/{path}").status == 404
-
-
-# --- screens ----------------------------------------------------------------------------------------
 
 
 def luminance(color: str) -> float:
@@ -719,9 +701,6 @@ def test_narrow_screen(open_page: Open, address: str, script: Script) -> None:
     page.get_by_role("link", name="Live").click()
     page.get_by_text("tokens/s").wait_for()
     assert fits(page)
-
-
-# --- the file of `eyas generate --view` -------------------------------------------------------------
 
 
 def test_view_file(open_page: Open, tmp_path: Path) -> None:

@@ -40,8 +40,7 @@ def test_a_decoder_fits_the_load(methods: Methods, monkeypatch: pytest.MonkeyPat
 
 
 def test_methods_have_decoders_of_their_own(methods: Methods) -> None:
-    """Another method's sequence gets a row too; idle Decoders are used again, and closed when many
-    are open."""
+    """Another method's sequence gets a row too; idle Decoders are used again, and closed when many are open."""
     pool = DecoderPool(methods, 4, 16)
     first = pool.take("vanilla", 1)
     assert pool.take("suffix", 1) is not first

@@ -224,9 +224,6 @@ def test_the_pieces_do_not_matter(name: str) -> None:
             assert expected.get("content", "") == "".join(d.text for d in whole)
 
 
-# --- calls -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     "text", ["x", "    return x", "\treturn x\n", "\na\n\n", "  ", "", 'a "b" \\ {c}', "é <b> </i>"]
@@ -478,8 +475,6 @@ def test_json_that_is_no_call(written: str, call: tuple[str, str] | None, step: 
     json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # what a response can hold
 
 
-# --- reasoning, channels, structures ---------------------------------------------------------------
-
 THOUGHTS = {
     "hermes": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma": ("<|channel>thought\n", "<channel|>"),
     "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
@@ -590,9 +585,6 @@ def test_text_goes_out_at_once() -> None:
         assert reader.read(delta) == ([{"reasoning_content": delta.text}] if delta.text else [])
 
 
-# --- which marks -----------------------------------------------------------------------------------
-
-
 def test_marks_come_from_the_template() -> None:
     """Guards the choice of the reader: the chat template tells before the model's type, and without both a model
     whose calls cannot be read is refused."""
@@ -621,8 +613,6 @@ def test_a_response_template_of_its_own() -> None:
     assert made == {"reasoning_content": "Hm.", "content": "Look.", "tool_calls": [("g-h", {"t": "x", "n": 5})]}
     assert answer(llm, "<call g-h") == {"content": "<call g-h"}
 
-
-# --- from a request to its reader ------------------------------------------------------------------
 
 THINKING = TOOL_TEMPLATE.replace("<|assistant|>\n{% endif %}", "<|assistant|>\n<think>\n{% endif %}")
 

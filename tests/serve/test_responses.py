@@ -56,8 +56,6 @@ def test_events(server: Running, llm: eyas.LLM) -> None:
     assert last.response.incomplete_details.reason == "max_output_tokens"
 
 
-# --- calls and reasoning ---------------------------------------------------------------------------
-
 WEATHER: Any = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": DAY, "strict": True}  # fmt: skip
 
 
@@ -122,9 +120,6 @@ def test_options_that_change_nothing(server: Running, llm: eyas.LLM) -> None:
     ]  # fmt: skip
     for change in changes:
         assert server.client().responses.create(input=PROMPTS[0], **GREEDY, **change).output_text == own
-
-
-# --- what is remembered ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

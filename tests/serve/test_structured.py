@@ -83,9 +83,6 @@ def test_names_of_vllm(server: Running, fields: dict[str, Any], pattern: str) ->
         assert regex.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-# --- tools ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.cover
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -93,8 +90,7 @@ def test_names_of_vllm(server: Running, fields: dict[str, Any], pattern: str) ->
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_forced_calls(tooled: Running, choice: Any, stream: bool) -> None:
-    """Guards tool_choice required, and a function by name: one call, whose arguments are of the
-    function's schema."""
+    """Guards tool_choice required, and a function by name: one call, whose arguments are of the function's schema."""
     tools = [WEATHER] if choice == "required" else [CLOCK, WEATHER]
     made = tooled.client().chat.completions.create(tools=tools, tool_choice=choice, stream=stream, **GREEDY)
     choices = [chunk.choices[0] for chunk in made] if stream else made.choices

@@ -109,28 +109,19 @@ CASES = {
 }
 
 
-IN_BFLOAT16 = (
-    "one node",
-    "nothing committed",
-    "sixty nodes",
-    "a prompt",
-    "heads of 96",
-    "groups of eight",
-    "a window",
-)
+IN_BFLOAT16 = ("one node", "nothing committed", "sixty nodes", "a prompt", "heads of 96", "groups of eight", "a window")
 
 
 @pytest.mark.cover(name=5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in CASES), *((name, torch.bfloat16) for name in IN_BFLOAT16)],
-    ids=[*(f"{name}-float32" for name in CASES), *(f"{name}-bfloat16" for name in IN_BFLOAT16)],
-)
+    [pytest.param(name, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+     for dtype, names in ((torch.float32, CASES), (torch.bfloat16, IN_BFLOAT16)) for name in names],
+)  # fmt: skip
 def test_kernels_are_attention(name: str, dtype: torch.dtype) -> None:
-    """Guards the ends of rows, blocks and parts, the tree's mask, groups of heads and windows.
-    Slots that are not in use hold NaN, so one that is read shows. bfloat16 rounds weights and
-    results to 8 bits."""
+    """Guards the ends of rows, blocks and parts, the tree's mask, groups of heads and windows. Slots that are not in
+    use hold NaN, so one that is read shows. bfloat16 rounds weights and results to 8 bits."""
     case = CASES[name]._replace(dtype=dtype)
     x = inputs(case)
     if dtype == torch.bfloat16:

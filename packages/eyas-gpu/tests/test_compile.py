@@ -29,33 +29,15 @@ class Kernel(NamedTuple):
 
 
 def attention(block_m: int, single: bool, windowed: bool) -> Kernel:
-    return Kernel(
-        "_attention_kernels",
-        "_parts_kernel",
-        {
-            "q": BF16,
-            "key": BF16,
-            "value": BF16,
-            "length": "*i64",
-            "visible": "*u8",
-            "position": "*i64",
-            "out": BF16 if single else "*fp32",
-        }
-        | {"lse": "*fp32"},
-        f"Q T splits window {STRIDES} m_r m_q m_t",
-        {
-            "GROUP": 4,
-            "HEADS": 32,
-            "WIDTH": 128,
-            "SINGLE": single,
-            "WINDOWED": windowed,
-            "BLOCK_M": block_m,
-            "BLOCK_N": 64,
-            "BLOCK_H": 128,
-        },
-        8 if single else 4,
-        3 if block_m == 16 else 2,
+    pointers = (
+        dict.fromkeys(["q", "key", "value"], BF16) | dict.fromkeys(["length", "position"], I64) | {"visible": "*u8"}
     )
+    blocks = {"GROUP": 4, "HEADS": 32, "WIDTH": 128, "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_H": 128}
+    return Kernel(
+        "_attention_kernels", "_parts_kernel", pointers | {"out": BF16 if single else F32, "lse": F32},
+        f"Q T splits window {STRIDES} m_r m_q m_t", blocks | {"SINGLE": single, "WINDOWED": windowed},
+        8 if single else 4, 3 if block_m == 16 else 2,
+    )  # fmt: skip
 
 
 KERNELS = {
@@ -152,12 +134,8 @@ def test_kernels_compile(name: str, capability: int, tmp_path: Path, monkeypatch
     kernel = KERNELS[name]
     function = getattr(import_module(f"eyas_gpu.{kernel.module}"), kernel.name)
     names, floats = function.arg_names, dict.fromkeys(FLOATS, "fp32")
-    types = (
-        floats
-        | kernel.pointers
-        | dict.fromkeys(kernel.scalars.split(), "i32")
-        | dict.fromkeys(kernel.constants, "constexpr")
-    )
+    types = floats | kernel.pointers | dict.fromkeys(kernel.scalars.split(), "i32")
+    types |= dict.fromkeys(kernel.constants, "constexpr")
     strides = STRIDES.split()
     aligned = [*kernel.pointers, *(name for name in kernel.scalars.split() if name in strides)]
     source = ASTSource(

@@ -19,9 +19,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.drafters import Drafter
-from eyas.errors import OptionError
 from eyas.nn import Compiled
-from eyas.runners import with_fastest_runner
 from eyas_gpu.compiled import CompiledLayers
 from eyas_gpu.graphs import BUCKET, GraphRunner
 from fake_graphs import captured_without_gpu, prompt
@@ -93,46 +91,22 @@ def test_compiled_layers_are_lossless(family: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["eagle1", "seagle"])
+@pytest.mark.parametrize("name", ["eagle1", "seagle", "self_speculative"])
 def test_compiled_drafts(name: str) -> None:
-    """Guards draft nets, of which each level is compiled: the same trees as without, few
-    compilations, windows too."""
+    """Guards draft nets, of which each level is compiled: the same trees as without, few compilations, windows too. Bug:
+    layers got their part of the cache by their place in a list, which is another one's where a draft skips layers."""
     target, found, counter = Target(zoo.FAMILIES["llama"]()), [], CompileCounter()
-    for with_cpu_kernels in (False, True):
-        used = (
-            compiled(target, counter)
-            if with_cpu_kernels
-            else target.run_with(GraphRunner(target, captured_without_gpu))
-        )
-        steps = run(
-            Decoder(used, drafter := drafter_of(name, used), 2), [Request(prompt(n), 12, Sampling()) for n in (7, 40)]
-        )[1]
-        assert (drafter.compiled is not None) == with_cpu_kernels
-        found.append(
-            [
-                (s.draft.tokens_BN[s.row].tolist(), s.draft.tree.parents_BN[s.row].tolist())
-                for s in steps
-                if s.draft is not None
-            ]
-        )
+    for is_compiled in (False, True):
+        used = compiled(target, counter) if is_compiled else target.run_with(GraphRunner(target, captured_without_gpu))
+        drafter = drafter_of(name, used)
+        steps = run(Decoder(used, drafter, 2), [Request(prompt(n), 12, Sampling()) for n in (7, 40)])[1]
+        drafts = [(step.draft, step.row) for step in steps if step.draft is not None]
+        found.append([(d.tokens_BN[row].tolist(), d.tree.parents_BN[row].tolist()) for d, row in drafts])
     assert found[0] == found[1]
-    assert drafter.compiled is not None
-    assert not drafter.compiled.failed
     assert counter.frame_count <= 8
-
-
-@pytest.mark.exhaustive
-def test_layers_that_are_left_out_leave_the_others_their_keys() -> None:
-    """Bug: layers get their part of the cache by their place in a list, which is another one's
-    where a draft skips layers."""
-    target, found = Target(zoo.FAMILIES["llama"]()), []
-    kind = drafters.find("self_speculative")
-    for backend in (None, "eager"):
-        used = compiled(target, backend) if backend else target.run_with(GraphRunner(target, captured_without_gpu))
-        drafter = kind.load(None, used, build_options(kind.Options, {"skip": "1"}))
-        tokens, steps = run(Decoder(used, drafter), [Request(prompt(20), 16, Sampling())])
-        found.append((tokens, [s.draft.tokens_BN.tolist() for s in steps if s.draft is not None]))
-    assert found[0] == found[1]
+    if name != "self_speculative":
+        assert drafter.compiled is not None
+        assert not drafter.compiled.failed
 
 
 def test_models_do_not_share_compilations() -> None:
@@ -197,8 +171,3 @@ def test_a_forward_of_somebody_else_stays() -> None:
     session.forward(torch.tensor([[5]]), Tree.chain(1, 1))
     assert len(calls) > before
     assert layer.__dict__["forward"] is theirs
-
-
-def test_compile_is_refused_on_a_cpu() -> None:
-    with pytest.raises(OptionError, match="kernels compile is for GPUs"):
-        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), "compile")

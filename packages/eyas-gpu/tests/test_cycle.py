@@ -17,7 +17,7 @@ from eyas import kernels
 from eyas.core.cache import commit_path
 from eyas.core.ops import REFERENCE
 from eyas.core.sampling import GumbelNoise, Sampling
-from eyas.core.tree import Draft, Tree
+from eyas.core.tree import Draft, Tree, Verdict
 from eyas_gpu import _draft_net, _trial, operators
 from eyas_gpu._trial import fault_of_kernels
 from eyas_gpu.cycle import GpuOps
@@ -48,9 +48,8 @@ def noise_of(*temperatures: float) -> GumbelNoise:
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (1.0, 1.0), (0.0, 0.7)])
 @pytest.mark.parametrize("vocab", [50, 2500])
 def test_draws(temperatures: tuple[float, float], vocab: int) -> None:
-    """Guards noise (SplitMix64 and two logarithms, bit by bit), blocks of the vocabulary, excluded
-    tokens, ties and mixed rows: the draws of the reference, whose rounding differs in one draw of a
-    million."""
+    """Guards noise (SplitMix64 and two logarithms, bit by bit), blocks of the vocabulary, excluded tokens, ties and
+    mixed rows: the draws of the reference, whose rounding differs in one draw of a million."""
     noise, position = noise_of(*temperatures), torch.tensor([11, 2**20])
     scores = 2 * torch.randn(2, 7, vocab, generator=torch.Generator().manual_seed(vocab))
     scores[:, :, ::3] = -math.inf
@@ -79,26 +78,21 @@ def test_paths() -> None:
         tree = Tree(TREE.parents_BN, candidate, TREE.depth_BN, TREE.mask_BNN, TREE.max_depth)
         drawn = torch.randint(0, 5, (2, 7), generator=die)
         draft = Draft(tree, tokens)
-        if (
-            len({(b, int(p), int(t)) for b in range(2) for p, t in zip(TREE.parents_BN[b], tokens[b], strict=True)})
-            < 14
-        ):
+        children = {(b, int(p), int(t)) for b in range(2) for p, t in zip(TREE.parents_BN[b], tokens[b], strict=True)}
+        if len(children) < 14:
             continue
-        scores, noise, position = (
-            torch.nn.functional.one_hot(drawn, 60).float(),
-            noise_of(0.0, 0.0),
-            torch.tensor([11, 2**20]),
-        )
-        same_verdict(draft, scores, position, noise)
+        scores, noise = torch.nn.functional.one_hot(drawn, 60).float(), noise_of(0.0, 0.0)
+        position = torch.tensor([11, 2**20])
+        assert_same(*(ops.verify_deterministic(draft, scores, position, noise) for ops in (REFERENCE, OPS)))
         scores[1, 3, 40] = math.nan
         found = OPS.verify_deterministic(draft, scores, position, noise)
         assert found.host_result_BX is not None
         assert found.host_result_BX[:, 2].tolist() == [0, 1]
-    same_verdict(Draft(Tree.chain(2, 1), tokens[:, :1]), scores[:, :1], position, noise)
+    draft, scores = Draft(Tree.chain(2, 1), tokens[:, :1]), scores[:, :1]
+    assert_same(*(ops.verify_deterministic(draft, scores, position, noise) for ops in (REFERENCE, OPS)))
 
 
-def same_verdict(draft: Draft, scores: Tensor, position: Tensor, noise: GumbelNoise) -> None:
-    expected, found = (ops.verify_deterministic(draft, scores, position, noise) for ops in (REFERENCE, OPS))
+def assert_same(expected: Verdict, found: Verdict) -> None:
     for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
@@ -149,14 +143,9 @@ def test_paths_by_lot() -> None:
         draft = Draft(replace(TREE, acceptable_BN=candidate), 30 * turn + torch.arange(14).view(2, 7))
         if not turn:
             draft = Draft(Tree.chain(2, 1), draft.tokens_BN[:, :1])  # plain decoding
-        scores, position, noise = (
-            torch.randn(*draft.tokens_BN.shape, 500, generator=die),
-            torch.tensor([turn, 2**20 - turn]),
-            noise_of(0.0, 0.0),
-        )
-        expected, found = (decide(draft, scores, position, noise, ops) for ops in (REFERENCE, OPS))
-        for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        scores, position = torch.randn(*draft.tokens_BN.shape, 500, generator=die), torch.tensor([turn, 2**20 - turn])
+        expected, found = (decide(draft, scores, position, noise_of(0.0, 0.0), ops) for ops in (REFERENCE, OPS))
+        assert_same(expected, found)
         lengths |= set(found.length_B.tolist())
     assert len(lengths) > 2
 

@@ -1,8 +1,6 @@
-"""The operations around the target's forward by GPU kernels: the same trees, draws and texts as by
-the reference.
+"""The operations around the target's forward by GPU kernels: the same trees, draws and texts as by the reference.
 
-On a CPU the kernels' references run in their place; the kernels themselves are in the other files.
-"""
+On a CPU the kernels' references run in their place; the kernels themselves are in the other files."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from eyas.core.ops import REFERENCE, Ops
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas_gpu._fp8 import Fp8Linear
+from eyas_gpu._fp8 import TORCH, Fp8Linear
 from eyas_gpu.cycle import GpuOps
 from eyas_gpu.graphs import GraphRunner
 from eyas_gpu.layers import GpuModelLayers
@@ -68,16 +66,17 @@ def test_the_same_trees_and_texts(name: str) -> None:
             assert ids == plain_decode(zoo.FAMILIES["llama"](), request)
 
 
-@pytest.mark.cover(name=1)
+@pytest.mark.cover(name=2)
 @needs_fp8
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra"])
-def test_drafts_in_fp8(name: str) -> None:
-    """Guards rounded drafts: other guesses, the same text."""
+@pytest.mark.parametrize("ops", [TORCH, GpuOps()], ids=["torch", "kernels"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "hydra", "medusa"])
+def test_drafts_in_fp8(name: str, ops: Ops) -> None:
+    """Guards rounded drafts, as far as a CPU can: other guesses, the same text, and nothing that a graph cannot hold."""
     requests = [Request(prompt(n), 20, Sampling()) for n in (7, 30)]
-    (text, trees, _), (rounded_text, rounded_trees, drafter) = (
-        decoded(name, GpuOps(), requests, form) for form in ("exact", "fp8")
+    (text, guesses, _), (rounded_text, rounded, drafter) = (
+        decoded(name, ops, requests, form) for form in ("exact", "fp8")
     )
-    assert rounded_text == text
-    assert rounded_trees != trees
+    assert text == rounded_text == [plain_decode(zoo.FAMILIES["llama"](), request) for request in requests]
+    assert rounded != guesses
     assert any(isinstance(module, Fp8Linear) for module in drafter.decoding_net.modules())

@@ -24,8 +24,6 @@ from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters import CycleInput, Drafter, TreeSize
-from eyas.errors import OptionError
-from eyas.runners import with_fastest_runner
 from eyas_gpu.graphs import BUCKET, GraphRunner, tensors_of
 from eyas_gpu.recording import CycleReplay
 from eyas_lab.bench.simulate import simulated
@@ -114,9 +112,8 @@ def address(tensor: Tensor) -> int:
 
 
 class Strangers(TorchDispatchMode):
-    """Notes what no graph can hold: values that the host reads, shapes that depend on values, and
-    tensors that were made from the host's numbers, i.e. that no operation made and that were not
-    there before."""
+    """Notes what no graph can hold: values that the host reads, shapes that depend on values, and tensors that were
+    made from the host's numbers, i.e. that no operation made and that were not there before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,13 +249,6 @@ def test_sleep_over_graphs(name: str) -> None:
         "eagle1",
         "eagle2",
     )
-
-
-def test_fp8_is_refused_on_a_cpu() -> None:
-    with pytest.raises(OptionError, match=r"compute capability 8\.9"):
-        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), draft_weights="fp8")
-    with pytest.raises(OptionError, match="fp8"):
-        with_fastest_runner(Target(zoo.FAMILIES["llama"]()), draft_weights="fp4")
 
 
 @pytest.mark.cover

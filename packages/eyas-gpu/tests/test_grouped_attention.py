@@ -18,17 +18,14 @@ GROUPED = ("llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "c
 @pytest.mark.quick("llama", "gpt2")
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_the_numbers_of_sdpa(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the order of heads within their groups, masks and windows, rows of different ages; and
-    that it is used at all where heads share keys, with no more key-value heads than the model
-    has."""
+    """Guards the order of heads within their groups, masks and windows, rows of different ages; and that it is used at
+    all where heads share keys, with no more key-value heads than the model has."""
     target = Target(zoo.FAMILIES[family]())
     session = target.open(2, (1,))
     session.prefill(0, list(range(5, 25)))
     session.prefill(1, list(range(5, 12)))
-    tree, tokens_BN = (
-        Tree.build(torch.tensor([[-1, 0, 0, 1, 2]] * 2), 2),
-        torch.randint(3, zoo.VOCAB, (2, 5), generator=torch.Generator().manual_seed(0)),
-    )
+    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 2]] * 2), 2)
+    tokens_BN = torch.randint(3, zoo.VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
     usual, sdpa, queries = session.forward(tokens_BN, tree), nn.functional.scaled_dot_product_attention, list[int]()
 
     def spy(query: Tensor, *args: Tensor, **more: object) -> Tensor:

@@ -36,11 +36,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def test_norm_of_a_sum(adds: bool, dtype: torch.dtype) -> None:
     """Guards widths that are no power of two, inputs whose tokens lie apart, and the layer before
     which nothing is added."""
-    x, residual, weight = (
-        random(2, 3, 90, dtype=dtype)[..., :80],
-        random(2, 3, 80, seed=1, dtype=dtype),
-        random(80, seed=2, dtype=dtype),
-    )
+    x, residual = random(2, 3, 90, dtype=dtype)[..., :80], random(2, 3, 80, seed=1, dtype=dtype)
+    weight = random(80, seed=2, dtype=dtype)
     added = residual if adds else None
     summed, normed = (torch.empty(2, 3, 80, dtype=dtype) for _ in range(2))
     KERNELS.add_norm(x, added, weight, 1e-6, summed, normed)
@@ -121,9 +118,8 @@ def test_two_norms_side_by_side(dtype: torch.dtype) -> None:
 
 
 def test_rounding_to_fp8() -> None:
-    """Guards scales: each row's largest number is e4m3's largest, and a row of zeros stays one. The
-    numbers need no rounding, as the interpreter rounds 124.7 to 64 where a GPU gives 128, and knows
-    no subnormal ones."""
+    """Guards scales: each row's largest number is e4m3's largest, and a row of zeros stays one. The numbers need no
+    rounding, as the interpreter rounds 124.7 to 64 where a GPU gives 128, and knows no subnormal ones."""
     exact = (random(5, 300, seed=1) * 40).to(torch.float8_e4m3fn).float()
     exact = torch.where(exact.abs() < 2**-6, 0.0, exact)
     exact[:, 7] = 448.0

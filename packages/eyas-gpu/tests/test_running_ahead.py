@@ -110,9 +110,8 @@ def ending(temperature: float) -> tuple[list[Request], list[list[int]]]:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_same_steps(name: str, temperature: float) -> None:
-    """Guards lengths, drafts and noise of rows that go on beside rows that ended, and of the
-    requests that take their place and begin with their texts: a cycle too many in a row that has
-    ended must not be seen by anybody."""
+    """Guards lengths, drafts and noise of rows that go on beside rows that ended, and of the requests that take their
+    place and begin with their texts: a cycle too many in a row that has ended must not be seen by anybody."""
     drafter, (requests, texts) = drafter_of(name), ending(temperature)
     (alone, none), (ahead, counts) = (decoded(drafter, requests, mode, {4: 3}) for mode in (False, True))
     assert (none.ahead, none.ignored) == (0, 0)

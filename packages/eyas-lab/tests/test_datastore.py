@@ -38,9 +38,6 @@ def naive(
     return 0, []
 
 
-# --- suffixes
-
-
 @pytest.mark.parametrize("dtype", ["<u2", ">u2", ">u4"])
 @pytest.mark.parametrize("vocab", [1, 2, 5, 40000])
 def test_the_order_of_suffixes(dtype: str, vocab: int) -> None:
@@ -57,9 +54,6 @@ def test_the_order_of_suffixes(dtype: str, vocab: int) -> None:
         assert sorted(order.tolist()) == list(range(len(tokens)))
         keys = [tuple(tokens[i : i + 64].tolist()) for i in order.tolist()]
         assert keys == sorted(keys)
-
-
-# --- looking up
 
 
 @pytest.mark.quick("3-0")
@@ -105,8 +99,6 @@ def test_few_stand_for_many() -> None:
     for token, count in Counter(found.following_SD[:, 0].tolist()).items():
         assert abs(count - everything[token] / 50) <= 1
 
-
-# --- building
 
 SETTINGS = Settings({"vocabulary": "v", "chat template": "c"}, "words", VOCAB)
 
@@ -222,8 +214,7 @@ def test_damage_is_seen(tmp_path: Path, files: list[File]) -> None:
 
 
 def test_a_damaged_token_is_never_drafted(tmp_path: Path) -> None:
-    """A token that no vocabulary has would be a crash in the target: it counts as the end of its
-    document."""
+    """A token that no vocabulary has would be a crash in the target: it counts as the end of its document."""
     make(tmp_path / "s", File("a", [[1, 2, 3]] * 20))
     tokens = tmp_path / "s" / "tokens.npy"
     tokens.write_bytes(tokens.read_bytes().replace(b"\x00\x03", b"\x80\x03"))

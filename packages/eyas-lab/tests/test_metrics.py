@@ -21,9 +21,6 @@ def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
     return step(accepted, range(accepted + 1), tree, emitted=accepted if cut else None)
 
 
-# --- the fold ------------------------------------------------------------------------------------------
-
-
 def test_totals() -> None:
     """Bugs: the prompt's own token counts as a cycle's, or the seconds begin with the second step."""
     totals = StepTotals()
@@ -44,9 +41,6 @@ def test_ratios_without_anything_under_them() -> None:
     assert (tau(6, 2), tokens_per_second(6, 2)) == (3, 3)
 
 
-# --- acceptance by depth -------------------------------------------------------------------------------
-
-
 def test_cycles_of_steps() -> None:
     """Bugs: the tree's depth counts as drafted behind a node without children, padding counts as a
     child, a cut counts as a refusal."""
@@ -64,8 +58,7 @@ def test_cycles_of_steps() -> None:
 
 
 def test_n_alpha_by_hand() -> None:
-    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is
-    no refusal."""
+    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is no refusal."""
     cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
     assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
     assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}
@@ -86,9 +79,6 @@ def test_only_what_was_drafted() -> None:
     assert set(metrics.n_alpha(cycles, 5)) == {"0-alpha", "1-alpha", "2-alpha"}
     unreported = metrics.Cycle(3, 2, 1.0)
     assert metrics.acceptance_by_depth([unreported], 2) == [None, None], "transformers does not report what it drafted"
-
-
-# --- texts ---------------------------------------------------------------------------------------------
 
 
 def test_first_difference() -> None:

@@ -10,17 +10,10 @@ import pytest
 import torch
 
 from eyas.core.engine import Step
-from eyas.core.totals import tau
 from eyas.core.tree import Draft
 from eyas.hardware.machine import Used
 from eyas_lab.bench import rows as table_of
-from eyas_lab.bench.intervals import (
-    bootstrap,
-    difference_of_ratios,
-    mean_acceptance_length,
-    ratio,
-    ratio_of_ratios,
-)
+from eyas_lab.bench.intervals import bootstrap, difference_of_ratios, mean_acceptance_length, ratio, ratio_of_ratios
 from eyas_lab.bench.record import Answer, Differs, Memory, answer_from
 from eyas_lab.metrics import Cycle, cycle_of
 from steps import step
@@ -35,13 +28,8 @@ def answered(*steps: Step, seconds: float = 1.0) -> Answer:
 
 
 def answer(
-    method: str,
-    prompt: str,
-    cycles: list[tuple[int, int, float]],
-    prefill: float = 1.0,
-    task: str = "chat",
-    turn: int = 0,
-) -> Answer:
+    method: str, prompt: str, cycles: list[tuple[int, int, float]], prefill: float = 1.0, task: str = "chat", turn: int = 0
+) -> Answer:  # fmt: skip
     """cycles: (emitted, accepted, seconds), each of a chain of three draft tokens."""
     made = tuple(Cycle(e, a, s, 4, 3, min(a + (e > a), 3), s / 4, s / 2, s / 8, 0.0) for e, a, s in cycles)
     ids = tuple(range(1 + sum(c.emitted for c in made)))
@@ -50,9 +38,6 @@ def answer(
 
 PLAIN = [answer("vanilla", "a", [(1, 0, 1.0)] * 6), answer("vanilla", "b", [(1, 0, 1.0)] * 2)]
 FAST = [answer("fast", "a", [(4, 3, 1.5), (2, 1, 1.5)]), answer("fast", "b", [(2, 2, 1.5)])]
-
-
-# --- steps ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_step_is_worth() -> None:
@@ -64,6 +49,10 @@ def test_what_a_step_is_worth() -> None:
     assert [(c.emitted, c.accepted, c.nodes, c.candidates) for c in made.cycles] == [(2, 1, 7, 5), (3, 2, 7, 5)]
     assert made.finish == "length"
     assert table_of.tau_of([made]) == (2.5, None, None)
+    cut, undrafted = step(1, (0, 2, 5), emitted=1, finish="stop"), step(0, (0,), ((-1,), (True,)))
+    cycles = [cycle_of(one) for one in (step(1, (0, 2)), undrafted, cut)]  # 5 was accepted, and cut off with the bonus
+    assert mean_acceptance_length(cycles) == 1 + (1 + 2) / 2
+    assert mean_acceptance_length([cycle_of(undrafted)]) is None
 
 
 def test_drawn_trees_are_not_compared_when_sampled() -> None:
@@ -74,9 +63,6 @@ def test_drawn_trees_are_not_compared_when_sampled() -> None:
     first = (Step(1, (7,), None), 1.0)
     for given, temperature, comparable in ((one, 1.0, True), (drawn, 1.0, False), (drawn, 0.0, True)):
         assert answer_from([first, (given, 1.0)], **{**ABOUT, "temperature": temperature}).comparable is comparable
-
-
-# --- figures -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_tau_speed_and_speedup() -> None:
@@ -121,8 +107,7 @@ def test_tau_by_position() -> None:
 
 
 def test_stage_ms() -> None:
-    """Guards the host's share: what the stages leave of the whole cycle; a library that tells
-    nothing has no split."""
+    """Guards the host's share: what the stages leave of the whole cycle; a library that tells nothing has no split."""
     assert table_of.stage_ms(answered(step(0, (0,), finish="stop"), seconds=1.0).cycles) == pytest.approx(
         {"draft": 100, "target": 400, "verify": 200, "commit": 100, "host": 200}
     )
@@ -180,8 +165,7 @@ def test_lines_go_round() -> None:
 
 
 def test_a_contestant_that_failed_is_a_row_without_figures() -> None:
-    """Bug: the prompts that a contestant answered before it failed make figures that are compared
-    with whole ones."""
+    """Bug: the prompts that a contestant answered before it failed make figures that are compared with whole ones."""
     error = "ValueError: no"
     failed = FAST[1].replace(token_ids=(), cycles=(), finish="failed", comparable=False, error=error)
     row = found([*PLAIN, FAST[0], failed], 1, 1.0)["all", "fast"]
@@ -190,16 +174,9 @@ def test_a_contestant_that_failed_is_a_row_without_figures() -> None:
     assert Answer.from_json(failed.to_json()) == failed
 
 
-def chain(accepted: int, drafted: int = 3, cut: bool = False) -> Step:
-    """A cycle of a chain."""
-    tree = (range(-1, drafted), [True] * (drafted + 1))
-    return step(accepted, range(accepted + 1), tree, emitted=accepted if cut else None)
-
-
 def test_the_interval_is_that_of_a_plain_bootstrap() -> None:
-    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by
-    hand. 2,000 draws of each leave the ends uncertain by some 3 % of the width; a fifth of it is
-    allowed. Seeded."""
+    """Guards width and place: of 60 samples with ratios about 2, the percentiles of a resampling by hand. 2,000 draws
+    of each leave the ends uncertain by some 3 % of the width; a fifth of it is allowed. Seeded."""
     rng = np.random.default_rng(0)
     over, under = rng.integers(5, 50, 60).astype(float), rng.integers(5, 25, 60).astype(float)
     value, low, high = bootstrap(ratio, over, under)
@@ -236,14 +213,3 @@ def test_intervals_of_few_samples() -> None:
     assert with_empty == bootstrap(ratio, [3, 5], [2, 2])
     value, low, high = bootstrap(ratio_of_ratios, [3, 2], [1, 1], [1, 0], [1, 0])
     assert np.isfinite([value, low, high]).all()
-
-
-def test_tau_is_cut_and_mean_acceptance_length_is_not() -> None:
-    """Guards the two definitions against each other: tau counts emitted tokens of all cycles; the
-    mean acceptance length counts accepted draft tokens before cutting, over cycles that drafted."""
-    cut = step(1, (0, 2, 5), emitted=1, finish="stop")  # 5 was accepted, and cut off with the bonus
-    plain = step(0, (0,), ((-1,), (True,)))  # nothing was drafted
-    cycles = [cycle_of(s) for s in (chain(3), chain(0), plain, cut)]
-    assert tau(sum(c.emitted for c in cycles), len(cycles)) == (4 + 1 + 1 + 1) / 4
-    assert mean_acceptance_length(cycles) == 1 + (3 + 0 + 2) / 3
-    assert mean_acceptance_length([cycle_of(plain)]) is None

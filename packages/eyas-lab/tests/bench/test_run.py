@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zoo
 from chat_data import CHATML, tokenizer_with
@@ -21,12 +20,12 @@ from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree, Verdict
-from eyas.drafters import CycleInput, Drafter
+from eyas.drafters import Drafter
 from eyas.errors import InputError, OptionError
 from eyas.hardware.machine import Used, cores, snapshot
 from eyas_lab.bench import contestants, cost, report
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
-from eyas_lab.bench.probe import Probe, chain_alpha, probe
+from eyas_lab.bench.probe import Probe, chain_alpha
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
@@ -80,13 +79,8 @@ class Like(Contestant):
     def __init__(
         self, llm: LLM, name: str, after: int = 999, error: type[BaseException] = KeyboardInterrupt, change: Any = None
     ) -> None:
-        self.name, self.inner, self.left, self.error, self.change = (
-            name,
-            Drafting(name, llm.drafter),
-            after,
-            error,
-            change,
-        )
+        self.name, self.inner = name, Drafting(name, llm.drafter)
+        self.left, self.error, self.change = after, error, change
 
     def answer(self, question: Question) -> Answer:
         self.left -= 1
@@ -196,17 +190,6 @@ def test_marks_of_earlier_replies_stay() -> None:
     assert any(prompt[place : place + len(reply)] == reply for place in range(len(prompt)))
 
 
-def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) -> None:
-    """Bug: a prompt that is longer than the context ends a bench that has run for hours."""
-    long, foreign = (
-        Prompt(name, "own", (), prompt_ids=ids) for name, ids in (("long", (5,) * 600), ("foreign", (5, 5000)))
-    )
-    assert bench(llm, prompts=(long, PROMPTS[0], foreign)).unfit() == {
-        "long": "it has 600 tokens, the target's context is 512",
-        "foreign": "token id 5000 is outside the target's vocabulary of 160",
-    }
-
-
 def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> None:
     """Bug: a bench that ran on a busy machine loses its warning when it is resumed, because only
     the last run is looked at."""
@@ -246,13 +229,6 @@ def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path
     write(tmp_path, summary)
     assert f"**breaks failed and is in no figure: {why}**" in (tmp_path / "report.md").read_text()
     assert ("breaks", *["–"] * 6, "failed") in [report.cells(row) for row in summary["rows"] if row["task"] == "all"]
-
-
-def test_without_plain_decoding_there_is_no_bench(llm: LLM, tmp_path: Path) -> None:
-    """Bug: a broken target is told as one contestant's failure, and the rest is compared with nothing."""
-    broken = Like(llm, "vanilla", 0, AttributeError)
-    with pytest.raises(AttributeError, match="weight"):
-        Bench(llm, [broken, eagle2(llm)], PROMPTS, max_new_tokens=6).run(tmp_path)
 
 
 def test_a_text_that_differs_is_found(llm: LLM, tmp_path: Path) -> None:
@@ -313,28 +289,6 @@ def test_simulated_acceptance(llm: LLM) -> None:
     for bad in ("x", "1.5", "", "nan"):
         with pytest.raises(OptionError):
             parse_rates(bad)
-
-
-def test_probe_counts_nodes_whose_parent_was_accepted(llm: LLM) -> None:
-    """Guards the looking: the root's children are always looked at, hits are what was accepted,
-    alpha lies between 0 and 1."""
-    found, contestant = Probe(), eagle2(llm)
-    question = Question("a", "t", 0, Request((5, 6, 7, 8), 12, Sampling()))
-    below_root = list[int]()
-
-    def watch(roots: CycleInput, draft: Draft, scores_BNV: Tensor, verdict: Verdict) -> None:
-        below_root.append(int((draft.tree.depth_BN == 1).sum()))
-        found.watch(roots, draft, scores_BNV, verdict)
-
-    answer = contestant.answer(question, watch)
-    roots = sum(n for (depth, _), (n, *_) in found.positions.items() if depth == 1)
-    assert roots == sum(below_root) >= len(answer.cycles)
-    hits = sum(h for _, h, *_ in found.positions.values())
-    assert hits == sum(c.accepted for c in answer.cycles) or answer.cycles[-1].emitted <= answer.cycles[-1].accepted
-    assert all(0 <= a <= n for n, _, a, _ in found.positions.values())
-    named = dict(probe(bench(llm, contestant), 2))
-    assert list(named) == ["eagle2"]
-    assert len(named["eagle2"]["n_alpha"]) == 5
 
 
 @pytest.mark.parametrize("scored", [True, False])
@@ -399,20 +353,6 @@ def test_transformers_is_trimmed_like_us() -> None:
     assert contestants._cut([5] * 9, request) == (5,) * 6
     assert contestants._fit([1, 3, 4], 5) == [1, 3, 1]
     assert contestants._fit([2, 2, 2], 2) == [2, 0, 0]
-
-
-def test_transformers_assisted_by_our_small_model(llm: LLM) -> None:
-    """Bug: what assists is not the model that drafts for us; its accepted tokens are lost, or its
-    text is another one."""
-    model = zoo.FAMILIES["llama"]()  # a perfect assistant
-    plain, assisted = Transformers(llm.target), Transformers(llm.target, "transformers_assisted", assistant=model)
-    question = Question("a", "t", 0, Request((5, 6, 7, 8), 20, Sampling()))
-    first, second = plain.answer(question), assisted.answer(question)
-    assert second.token_ids == first.token_ids
-    assert sum(c.accepted for c in first.cycles) == 0
-    assert len(second.cycles) < len(first.cycles)
-    assert second.cycles[0].emitted == second.cycles[0].accepted + 1
-    assert sum(c.emitted for c in second.cycles) <= len(second.token_ids)
 
 
 def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +422,24 @@ def test_reports(llm: LLM, tmp_path: Path) -> None:
     told = summarise(replace(run, simulated="0.5"), answers, snapshot(), "x")
     assert "simulated" in told["warnings"][0]
     assert all("SIMULATED" in words for words in (told["title"], report.markdown(told)))
+
+
+def test_prompts_that_cannot_be_asked_are_found_before_the_first_is(llm: LLM) -> None:
+    """Bug: a prompt that is longer than the context ends a bench that has run for hours."""
+    long, foreign = (
+        Prompt(name, "own", (), prompt_ids=ids) for name, ids in (("long", (5,) * 600), ("foreign", (5, 5000)))
+    )
+    assert bench(llm, prompts=(long, PROMPTS[0], foreign)).unfit() == {
+        "long": "it has 600 tokens, the target's context is 512",
+        "foreign": "token id 5000 is outside the target's vocabulary of 160",
+    }
+
+
+def test_without_plain_decoding_there_is_no_bench(llm: LLM, tmp_path: Path) -> None:
+    """Bug: a broken target is told as one contestant's failure, and the rest is compared with nothing."""
+    broken = Like(llm, "vanilla", 0, AttributeError)
+    with pytest.raises(AttributeError, match="weight"):
+        Bench(llm, [broken, eagle2(llm)], PROMPTS, max_new_tokens=6).run(tmp_path)
 
 
 def test_texts_that_differ_are_said_with_their_margin() -> None:

@@ -1,9 +1,9 @@
-"""Tasks: formats seen by content, parts and limits, broken lines, the hub, the bundled prompts, the
-user's own."""
+"""Tasks: formats seen by content, parts and limits, broken lines, the hub, the bundled prompts, the user's own."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 import tomllib
@@ -39,16 +39,10 @@ def write(path: Path, *records: Any) -> Path:
 
 def spec_bench(path: Path, each: int = 8) -> Path:
     """A file in Spec-Bench's form: `each` questions of each category, MT-bench's with two turns."""
-    records = [
-        {
-            "question_id": 100 * c + k,
-            "category": category,
-            "turns": [f"{category} {k}", "And why?"][: 1 + (category in MT_BENCH)],
-        }
-        for c, category in enumerate((*MT_BENCH, *OTHERS))
-        for k in range(each // 8 if category in MT_BENCH else each)
-    ]
-    return write(path, *records)
+    return write(path, *(
+        {"question_id": 100 * c + k, "category": name, "turns": [f"{name} {k}", "And why?"][: 1 + (name in MT_BENCH)]}
+        for c, name in enumerate((*MT_BENCH, *OTHERS)) for k in range(each // 8 if name in MT_BENCH else each)
+    ))  # fmt: skip
 
 
 def test_speed_bench_is_read_as_its_authors_prepare_it(tmp_path: Path) -> None:
@@ -74,9 +68,6 @@ def test_speed_bench_is_read_as_its_authors_prepare_it(tmp_path: Path) -> None:
     assert [p.task for p in load(f"speed_bench:{long}")] == [f"speed_bench/throughput_8k_{kind}" for kind in kinds]
     with pytest.warns(UserWarning, match="its text is not in the file"):
         assert [prompt.id for prompt in load(f"speed_bench/rag:{tmp_path}")] == ["speed_bench/rag/a2"]
-
-
-# --- formats -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,9 +140,6 @@ def test_a_folder_is_its_question_file_or_those_of_its_folders(tmp_path: Path) -
         load(f"gsm8k:{tmp_path / 'both'}")
 
 
-# --- long --------------------------------------------------------------------------------------------------------------------------------
-
-
 def test_passages_have_their_length_and_come_from_every_book(tmp_path: Path) -> None:
     """Bug: a length counts the request's own words, passages overlap, one book fills them all, or a
     book that is too short ends the run."""
@@ -177,16 +165,12 @@ def test_passages_have_their_length_and_come_from_every_book(tmp_path: Path) -> 
         assert load(f"long:{tmp_path}@50+400", seed=4) != prompts
 
 
-@pytest.mark.parametrize("length", [7, 8])
-def test_a_book_as_long_as_its_passage_is_one(tmp_path: Path, length: int) -> None:
+def test_a_book_as_long_as_its_passage_is_one(tmp_path: Path) -> None:
     """Bug: places to begin are counted one too many, and the last passage has a word less."""
     (tmp_path / "x.txt").write_text("one two three\n\nfour five six seven eight\n")
-    for seed in range(5):
+    for length, seed in itertools.product((7, 8), range(5)):
         for prompt in load(f"long:{tmp_path / 'x.txt'}@{length}", seed=seed):
             assert len(prompt.turns[0].partition("\n\n")[2].split()) == length
-
-
-# --- limits ------------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -215,9 +199,6 @@ def test_limits_at_their_ends(tmp_path: Path) -> None:
     assert len({load(f"nq:{path}", limit=1, seed=seed)[0].id for seed in range(40)}) > 4
     with pytest.raises(OptionError, match="limit of 0"):
         load(f"nq:{path}", limit=0)
-
-
-# --- mistakes ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -287,9 +268,6 @@ def test_the_hub_is_asked_for_a_name_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [("openai/gsm8k", "main", "test"), ("abisee/cnn_dailymail", "3.0.0", "test")]
 
 
-# --- the user's own ----------------------------------------------------------------------------------------------------------------------
-
-
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
@@ -347,9 +325,6 @@ def test_own_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         read_prompts(write(tmp_path / "bad.jsonl", {"question": "the formats of tasks are not the user's"}))
 
 
-# --- what is shipped, what is public -----------------------------------------------------------------------------------------------------
-
-
 def test_the_bundled_prompts_are_four_of_each_of_six_kinds() -> None:
     """Bug: a kind is missing, an id stands twice, or the file is not in the package; or all prompts are one line, and a
     method that copies from its prompt is never seen at work. Every other task has a path or a dataset."""
@@ -380,8 +355,7 @@ def test_the_bundled_prompts_are_four_of_each_of_six_kinds() -> None:
     ],
 )  # fmt: skip
 def test_public_files_are_read_whole(spec: str, count: int, tasks: int) -> None:
-    """Bug: a real file holds what the made ones above do not. A warning is an error here: every
-    line can be used."""
+    """Bug: a real file holds what the made ones above do not. A warning is an error here: every line can be used."""
     name, _, path = spec.partition(":")
     prompts = load(f"{name}:{EVAL / path}")
     assert len(prompts) == len({p.id for p in prompts}) == count

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.checkpoints import Weights, load, save
+from eyas.checkpoints import load, save
 from eyas.errors import CheckpointError
 
 D, V, INNER = 6, 11, 10
@@ -110,10 +110,17 @@ def test_reading_the_published_names(tmp_path: Path, kind: str, file: str) -> No
     assert len(weights.tensors) == len(held)
 
 
-def test_heads_are_counted_in_the_file(tmp_path: Path) -> None:
-    """Guards the published Vicuna heads: five in the file, two in config.json."""
+def test_what_the_authors_files_have(tmp_path: Path) -> None:
+    """Guards the published Vicuna heads (five in the file, two in config.json), blocks that are one module in the authors'
+    code (saved under two names, one memory), and the prefix layer's unused embeddings of Hydra++, which are left out."""
     told = config("medusa", medusa_num_heads=2)
-    assert load(lay(tmp_path, told, tensors("medusa", heads=5), FILES["medusa"])).config["heads"] == 5
+    assert load(lay(tmp_path / "a", told, tensors("medusa", heads=5), FILES["medusa"])).config["heads"] == 5
+    held = tensors("medusa")
+    held["0.1.linear.weight"] = held["0.0.linear.weight"]
+    save(load(lay(tmp_path / "b", config("medusa"), held, "medusa_lm_head.pt")), tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c").tensors["blocks.0.1.weight"], held["0.0.linear.weight"])
+    held = tensors("hydra++") | {"prefix_embeding_layer.embed_tokens.weight": torch.ones(V, D)}
+    assert "embed.weight" not in load(lay(tmp_path / "d", config("hydra++"), held, FILES["hydra"])).tensors
 
 
 @pytest.mark.parametrize(("kind", "own"), [("medusa", True), ("medusa", False), ("hydra", True), ("hydra++", True)])
@@ -131,21 +138,6 @@ def test_there_and_back(tmp_path: Path, kind: str, own: bool) -> None:
     assert all(torch.equal(value, second.tensors[name]) for name, value in first.tensors.items())
     if kind == "medusa":
         assert json.loads((tmp_path / "b" / "config.json").read_text()).get("version") == (None if own else "2")
-
-
-def test_shared_blocks_of_the_authors_trainer(tmp_path: Path) -> None:
-    """Guards heads whose blocks are one module in the authors' code: saved under two names, one memory."""
-    held = tensors("medusa")
-    held["0.1.linear.weight"] = held["0.0.linear.weight"]
-    save(load(lay(tmp_path, config("medusa"), held, "medusa_lm_head.pt")), tmp_path / "b")
-    assert torch.equal(load(tmp_path / "b").tensors["blocks.0.1.weight"], held["0.0.linear.weight"])
-
-
-def test_the_table_that_nothing_reads(tmp_path: Path) -> None:
-    """Guards Hydra++ heads as the authors' trainer saves them: the prefix layer's unused embeddings
-    are left out, not refused."""
-    held = tensors("hydra++") | {"prefix_embeding_layer.embed_tokens.weight": torch.ones(V, D)}
-    assert "embed.weight" not in load(lay(tmp_path, config("hydra++"), held, FILES["hydra"])).tensors
 
 
 @pytest.mark.parametrize(
@@ -190,10 +182,3 @@ def test_pickles_are_read_as_tensors_only(tmp_path: Path) -> None:
     lay(tmp_path, config("medusa"), {"0.0.linear.weight": Path("x")}, "medusa_lm_head.pt")  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match="holds more than tensors"):
         load(tmp_path)
-
-
-def test_a_head_of_ours_is_no_other(tmp_path: Path) -> None:
-    """Guards the writer's own check."""
-    told = {"heads": 1, "blocks": 1, "hidden_size": D, "vocab_size": V, "output": "own"}
-    with pytest.raises(AssertionError):
-        save(Weights("medusa", told, {}, "memory"), tmp_path)

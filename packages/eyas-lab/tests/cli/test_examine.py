@@ -63,13 +63,8 @@ def test_a_live_server(run: Run, prompts: Path) -> None:
             counted = [count + (length >= depth) for depth, count in enumerate(counted)]
     with running(llm) as server:
         for prompt in EMBEDDED_PROMPTS:
-            asked = {
-                "model": "tiny",
-                "messages": [{"role": "user", "content": prompt}],
-                "temperature": 0,
-                "max_tokens": 24,
-            }
-            assert server.post("/v1/chat/completions", asked).status_code == 200
+            asked = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 24}
+            assert server.post("/v1/chat/completions", {"model": "tiny", **asked}).status_code == 200
         server.wait_until_idle()
         asked_for = ("examine", tiny.HEADS["mtp"], "--prompts", prompts, "--max-new-tokens", 24)
         shown = run(*asked_for, "--metrics", f"{server.url}/metrics")

@@ -117,12 +117,6 @@ def test_the_pool_is_bounded_and_newest_first() -> None:
     assert pool.after(3) == []
 
 
-def test_ngrams_with_a_common_beginning_share_nodes() -> None:
-    """Guards against siblings with the same token, which verification refuses."""
-    assert build_trie([(1, 2, 3), (1, 2, 4), (5, 2, 3)]) == ([-1, 0, 1, 1, -1, 4, 5], [1, 2, 3, 4, 5, 2, 3])
-    assert build_trie([]) == ([], [])
-
-
 def test_empty_rows_learn_nothing() -> None:
     """Guards rows without a request: their garbage must not reach a pool, and they need no window."""
     session = started([1, 2, 3, 4], rows=2)
@@ -166,20 +160,12 @@ def test_shapes(shape: tuple[int, int, int], reuse: bool) -> None:
     tokens, steps = run(Decoder(target, drafter, 1 if reuse else 2, reuse), requests)
     assert tokens == [plain_decode(target.model, request) for request in requests]
     assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {drafter.options.lookahead.nodes}
-
-
-@pytest.mark.slow
-def test_it_gets_ahead() -> None:
-    """Guards the method itself: a greedy text that runs into a loop is foretold by its own n-grams."""
-    target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
-    request = Request(tuple(dice.randrange(100) for _ in range(6)), 80, Sampling())
-    tokens, steps = run(Decoder(target, Method(target)), [request])
-    assert tokens == [plain_decode(target.model, request)]
-    assert 79 / sum(not step.prefill for step in steps) > 1.2
-
-
-def test_impossible_options() -> None:
-    """Guards against windows that are none."""
     for name, value in (("width", 0), ("ngram", 1), ("guesses", 0), ("guesses", 1.5)):
         with pytest.raises(OptionError, match=f"lookahead.{name} must be a whole number"):
             build_options(Options, {f"lookahead.{name}": value})
+
+
+def test_ngrams_with_a_common_beginning_share_nodes() -> None:
+    """Guards against siblings with the same token, which verification refuses."""
+    assert build_trie([(1, 2, 3), (1, 2, 4), (5, 2, 3)]) == ([-1, 0, 1, 1, -1, 4, 5], [1, 2, 3, 4, 5, 2, 3])
+    assert build_trie([]) == ([], [])

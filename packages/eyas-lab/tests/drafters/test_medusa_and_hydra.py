@@ -26,21 +26,17 @@ from eyas_lab.methods import method_hydra, method_medusa
 from eyas_lab.methods.method_medusa import REFERENCE_TREE, Options
 from eyas_train.features import layers_for_training
 from heads import features, make, roots_of
-from reference import SAMPLINGS, plain_decode, run
+from reference import SAMPLINGS, run
 
 METHODS: dict[str, Any] = {"medusa": method_medusa.Method, "hydra": method_hydra.Method}
 PLUS = {"head.arch": "prefix-mlp", "head.blocks": 2}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"tree.choices": "reference"}),
     ("medusa", {"tree.choices": "reference", "tree.noise": "none", "head.count": 2}),
-    ("medusa", {"tree.choices": "chain"}),
     ("medusa", {"tree.choices": "chain-1", "head.output": "target"}),
-    ("medusa", {"tree.choices": "dynamic", "tree.nodes": 12, "head.blocks": 2}),
-    ("medusa", {"tree.choices": "dynamic", "tree.nodes": 1}),
-    ("hydra", {"tree.choices": "reference"}),
+    ("medusa", {"tree.choices": "dynamic", "tree.nodes": 1, "head.blocks": 2}),
     ("hydra", {"tree.choices": "reference", "tree.noise": "none", "head.blocks": 2}),
     ("hydra", {"tree.choices": "chain", "head.count": 2}),
-    ("hydra", {"tree.choices": "dynamic", "tree.nodes": 12}),
     ("hydra", {"tree.choices": "reference", **PLUS}),
     ("hydra", {"tree.choices": "dynamic", "tree.nodes": 12, "window.size": 7, "window.sink": 2, **PLUS}),
 ]
@@ -54,11 +50,6 @@ def grown(drafter: Any, feature_BD: Tensor, roots: CycleInput) -> Draft:
     below = drafter.grow_below if isinstance(drafter, METHODS["hydra"]) else drafter.grow
     draft: Draft = below(feature_BD, roots)
     return draft
-
-
-def same_weights(one: Any, other: Any) -> bool:
-    state = other.net.state_dict()
-    return all(torch.equal(value, state[name]) for name, value in one.net.state_dict().items())
 
 
 @pytest.mark.cover
@@ -89,15 +80,6 @@ def test_a_fresh_head_is_the_targets_own(target: Target) -> None:
     for k in range(4):
         path = torch.randn(3, (k + 1) * target.hidden_size, generator=torch.Generator().manual_seed(k))
         torch.testing.assert_close(hydra.head(torch.cat([feature_BD, path], dim=-1)), alone_BV)
-
-
-def test_a_fresh_prefix_layer_hands_the_feature_on(target: Target) -> None:
-    """Guards the norm of a new Hydra++ layer: what the first head says is close to the target's
-    law, not a scaled version of it."""
-    drafter, feature_BD = make("hydra", target, "init_for_training", **PLUS), features(target, 4)
-    handed_BD = drafter.net.packed(feature_BD, torch.arange(4), heads.Documents((1, 1, 1, 1))).detach()
-    assert torch.nn.functional.cosine_similarity(handed_BD, feature_BD).min() > 0.999
-    assert 0.7 < float(handed_BD.norm() / feature_BD.norm()) < 1.4
 
 
 @pytest.mark.quick("medusa", "hydra")
@@ -134,11 +116,8 @@ def test_what_the_heads_read_while_decoding(target: Target, method: str, options
 def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) -> None:
     """Guards ranks and levels: a node at depth d is head d's token of its own rank, best first;
     siblings differ; score is log q."""
-    drafter, roots, feature_BD = (
-        make("medusa", target, **{"tree.noise": noise}),
-        roots_of(2, sampling),
-        features(target, 2),
-    )
+    drafter, feature_BD = make("medusa", target, **{"tree.noise": noise}), features(target, 2)
+    roots = roots_of(2, sampling)
     draft = drafter.grow(feature_BD, roots)
     assert draft.q_BNV is None
     coupled = noise == "coupled"
@@ -174,19 +153,6 @@ def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> No
     assert len(second) > 1 or not sampling.greedy, "the best second token should differ, or this test proves little"
 
 
-def test_dynamic_and_fixed_trees_agree(target: Target) -> None:
-    """Guards Hydra's `longer` in both ways of growing: along the best path they draft the same tokens."""
-    feature_BD = features(target, 2)
-    chain = make("hydra", target, **{"tree.choices": "chain"}).grow_below(feature_BD, roots_of(2))
-    dynamic = make("hydra", target, **{"tree.choices": "dynamic", "tree.nodes": 400}).grow_below(
-        feature_BD, roots_of(2)
-    )
-    for b in range(2):
-        parents, tokens, node = dynamic.tree.parents_BN[b].tolist(), dynamic.tokens_BN[b].tolist(), 0
-        for token in chain.tokens_BN[b, 1:].tolist():
-            node = next(n for n in range(1, len(tokens)) if parents[n] == node and tokens[n] == token)
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3])
 def test_siblings_differ_where_all_logits_are_equal(target: Target, method: str, sampling: Sampling) -> None:
@@ -201,8 +167,7 @@ def test_siblings_differ_where_all_logits_are_equal(target: Target, method: str,
 
 
 def test_a_dynamic_tree_holds_the_most_probable_paths(target: Target) -> None:
-    """Guards the choice of nodes: of all paths of two heads' ten best tokens, those with the
-    largest products."""
+    """Guards the choice of nodes: of all paths of two heads' ten best tokens, those with the largest products."""
     drafter = make("medusa", target, **{"tree.choices": "dynamic", "tree.nodes": 20, "head.count": 2})
     feature_BD = features(target, 2)
     draft = drafter.grow(feature_BD, roots_of(2))
@@ -250,9 +215,6 @@ def test_impossible_options(target: Target, method: str, options: dict[str, Any]
         make(method, target, **options)
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick("medusa-*", "hydra-options2")
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -269,7 +231,8 @@ def test_saved_and_loaded(target: Target, tmp_path: Path, method: str, options: 
     checkpoints.save(drafter.weights(), tmp_path)
     weights = checkpoints.load(tmp_path)
     again = METHODS[method].load(weights, target)
-    assert same_weights(drafter, again)
+    assert drafter.net.state_dict().keys() == again.net.state_dict().keys()
+    assert all(map(torch.equal, drafter.net.state_dict().values(), again.net.state_dict().values()))
     request = Request(tuple(range(5, 16)), 10)
     steps = [run(Decoder(target, one), [request])[1] for one in (drafter, again)]
     first, second = ([s.draft.tokens_BN.tolist() for s in made if s.draft] for made in steps)
@@ -310,8 +273,7 @@ def test_a_published_prefix_layer_is_the_base_models(target: Target) -> None:
 
 
 def test_embeddings_of_its_own(target: Target) -> None:
-    """Guards `input_embed_fn.weight`: a table like the target's is not kept, another one is what
-    the heads read."""
+    """Guards `input_embed_fn.weight`: a table like the target's is not kept, another one is what the heads read."""
     weights = make("hydra", target).weights()
     table = target.embed(torch.arange(target.vocab_size))
     for own, kept in ((table, False), (table + 1, True)):
@@ -319,9 +281,6 @@ def test_embeddings_of_its_own(target: Target) -> None:
         drafter = METHODS["hydra"].load(held, target)
         assert ("embed.weight" in drafter.weights().tensors) == kept
         assert torch.equal(drafter.embed(torch.tensor([3]))[0], own[3])
-
-
-# --- training --------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objective", ["tokens", "distribution"])
@@ -370,27 +329,6 @@ def test_a_batch_in_which_nothing_counts(target: Target, method: str, options: d
     found = make(method, target, **options).loss(batch)
     found.total.backward()
     assert (found.total.item(), int(found.count)) == (0.0, 0)
-
-
-@pytest.mark.cover(options=1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [*itertools.product(METHODS, ({"objective": "distribution"}, {"objective": "tokens"})), ("hydra", PLUS)],
-)
-def test_trained_a_little(target: Target, tmp_path: Path, method: str, options: dict[str, Any]) -> None:
-    """Guards the way through the trainer: the held-out loss falls, the chain's figures are there,
-    the best head is saved, text stays, and so does the target."""
-    drafter = make(method, target, "init_for_training", **options)
-    before = {name: value.clone() for name, value in target.model.state_dict().items()}
-    first, losses, figures = heads.short_training(drafter, tmp_path)
-    assert losses[-1]["loss"] < min(losses[0]["loss"], 0.95 * first)  # what is left of the law's is mostly its entropy
-    assert {"0-alpha", "chain tau", "tau"} <= figures.keys()
-    assert all(torch.equal(value, before[name]) for name, value in target.model.state_dict().items())
-    again = METHODS[method].load(checkpoints.load(tmp_path), target)
-    assert same_weights(drafter, again)
-    request = Request((1, 8, 4, 23), 12, Sampling(0.9, seed=2))
-    assert run(Decoder(target, again), [request])[0] == [plain_decode(target.model, request)]
 
 
 @ARCHITECTURES

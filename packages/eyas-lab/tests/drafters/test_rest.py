@@ -52,9 +52,8 @@ def test_the_heaviest_nodes_of_the_trie() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1)])
 def test_a_datastore_that_knows_the_answer(sampling: Sampling) -> None:
-    """Guards the whole way: what the target will say stands in the datastore, so nearly all of it
-    is accepted, in rows of any age; a chat's row that is cut back and goes on looks up the right
-    tokens."""
+    """Guards the whole way: what the target will say stands in the datastore, so nearly all of it is accepted, in rows
+    of any age; a chat's row that is cut back and goes on looks up the right tokens."""
     target, dice = Target(zoo.FAMILIES["llama"]()), random.Random(0)
     requests = [Request(tuple(dice.randrange(100) for _ in range(5 + 3 * i)), 30, sampling) for i in range(5)]
     answers = [plain_decode(target.model, request) for request in requests]

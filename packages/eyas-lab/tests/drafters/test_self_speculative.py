@@ -118,20 +118,15 @@ def test_hybrids_without_an_inner_layer(family: str) -> None:
         assert tokens == [plain_decode(target.model, request) for request in requests]
 
 
-def test_layers_that_do_nothing_are_not_missed() -> None:
-    """Guards cycles in which everything is accepted: without idle layers the draft is the target."""
-    target = idle(1, 4)
-    drafter = make(target, skip="1,4", depth=3)
-    for law in (Sampling(), Sampling(1.0, seed=2)):
-        _, steps = run(Decoder(target, drafter), [Request(tuple(range(5, 15)), 21, law)])
-        assert {len(s.tokens) for s in steps if not s.prefill} == {4}
-    assert drafter.draft_model.layout[1] is drafter.draft_model.layout[4] is None
-
-
 @pytest.mark.slow
 def test_the_search_finds_them() -> None:
     """Guards the greedy search and its estimate: idle layers go first, as they cost no acceptance."""
     target = idle(1, 4)
+    drafter = make(target, skip="1,4", depth=3)  # without them the draft is the target
+    for law in (Sampling(), Sampling(1.0, seed=2)):
+        _, steps = run(Decoder(target, drafter), [Request(tuple(range(5, 15)), 21, law)])
+        assert {len(s.tokens) for s in steps if not s.prefill} == {4}
+    assert drafter.draft_model.layout[1] is drafter.draft_model.layout[4] is None
     found = search(target, own_text(target, 3, 40))
     assert parse_parts("1,4", 6) <= parse_parts(found.skip, 6)
     assert 0 < found.cost < 0.75
@@ -180,35 +175,16 @@ def test_a_search_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(searched) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("3,5a,7m", {(3, "a"), (3, "m"), (5, "a"), (7, "m")}),
-        ("exit:6", {(6, "a"), (6, "m"), (7, "a"), (7, "m")}),
-        ("0", {(0, "a"), (0, "m")}),
-    ],
-)
-def test_parts(text: str, parts: set[tuple[int, str]]) -> None:
-    assert parse_parts(text, 8) == parts
-    assert parse_parts(format_parts(parts), 8) == parts
-
-
-@pytest.mark.parametrize(
-    ("skip", "message"),
-    [
-        ("", "skip must be auto, exit:N or a list"),
-        ("3x", "'3x' is not a layer"),
-        ("exit", "'exit' is not a layer"),
-        ("9", "layer 9 does not exist: the target has 6 layers"),
-        ("exit:0", "leaves out everything"),
-        ("exit:6", "leaves out nothing"),
-    ],
-)
-def test_bad_parts(skip: str, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        make(idle(), skip=skip)
-
-
-def test_no_draft_model_is_taken(tmp_path: Path) -> None:
+def test_parts(tmp_path: Path) -> None:
+    """Guards the words for parts that are left out, there and back, and what they cannot be."""
+    both = lambda *layers: {(layer, part) for layer in layers for part in "am"}  # noqa: E731
+    for text, parts in (("3,5a,7m", {*both(3), (5, "a"), (7, "m")}), ("exit:6", both(6, 7)), ("0", both(0))):
+        assert parse_parts(text, 8) == parts == parse_parts(format_parts(parts), 8)
+    for skip, message in (
+        ("", "skip must be auto, exit:N or a list"), ("3x", "'3x' is not a layer"), ("exit", "'exit' is not a layer"),
+        ("9", "layer 9 does not exist: the target has 6 layers"), ("exit:0", "leaves out everything"), ("exit:6", "leaves out nothing"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=message):
+            make(idle(), skip=skip)
     with pytest.raises(OptionError, match="leave --draft out"):
         load(zoo.tiny("llama"), draft=tmp_path, method="self_speculative")

@@ -2,8 +2,7 @@
 
 The joint law is tested as in tests/core/test_joint_law.py: 40,000 rows decode five tokens, and the counts of all texts
 are compared with the exact probabilities (z > 4 has odds of about 1 in 10,000; seeds are fixed). The power: numbers
-that are read twice, and a rule without its residual, must fail.
-"""
+that are read twice, and a rule without its residual, must fail."""
 
 from __future__ import annotations
 

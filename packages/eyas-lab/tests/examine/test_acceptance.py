@@ -85,33 +85,17 @@ def test_a_good_head_raises_no_alarm(world: str, request: pytest.FixtureRequest)
         assert (found.record is None) == (world == "small")
 
 
-def test_counters_of_a_server() -> None:
-    """Bug: shares of all drafts are taken for shares of those whose predecessors were accepted."""
-    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    text = 'vllm:spec_decode_num_drafts_total{engine="0"} 60.0\nvllm:spec_decode_num_drafts_total{engine="1"} 40.0\n'
-    text += f'{name}{{engine="0",position="0"}} 50.0\n{name}{{engine="1",position="0"}} 30.0\n'
-    text += f'{name}{{engine="0",position="1"}} 20.0\n{name}{{engine="0",position="2"}} 0.0\n'
-    assert alphas_of(text) == {"0-alpha": 0.8, "1-alpha": 0.25, "2-alpha": 0.0}
-    assert alphas_of("vllm:spec_decode_num_drafts_total 0.0\n") == {}
-
-
-LLAMA_SERVER = """\
-# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
-llamacpp:spec_decode_num_accepted_tokens_total 46
-# HELP llamacpp:spec_decode_num_drafts_total Speculative: Total speculative decoding verification steps
-# TYPE llamacpp:spec_decode_num_drafts_total counter
-llamacpp:spec_decode_num_drafts_total 55
-# HELP llamacpp:spec_decode_num_accepted_tokens_per_pos_total Accepted tokens per draft position
-# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter
-llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 24
-llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 13
-llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 9
-"""  # of llama.cpp b11434, which ran the EAGLE-3 head of packages/draft-vectors
-
-
-def test_counters_of_llama_server() -> None:
-    """Bug: another prefix and counters without labels are not read."""
-    assert alphas_of(LLAMA_SERVER) == {"0-alpha": 24 / 55, "1-alpha": 13 / 24, "2-alpha": 9 / 13}
+@pytest.mark.parametrize(("prefix", "label"), [("vllm", 'engine="0",'), ("llamacpp", "")])
+def test_counters_of_a_server(prefix: str, label: str) -> None:
+    """Bug: shares of all drafts are taken for shares of those whose predecessors were accepted; llama-server's prefix, and
+    its counters without labels, are not read."""
+    name, count = f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total", f"{prefix}:spec_decode_num_drafts_total"
+    text = f"# TYPE {count} counter\n{count}{{{label[:-1]}}} 60.0\n".replace("{}", "")
+    text += "".join(f'{name}{{{label}position="{n}"}} {value}\n' for n, value in enumerate((50, 20, 0)))
+    if label:  # of several engines the sum
+        text += f'{count}{{engine="1"}} 40.0\n{name}{{engine="1",position="0"}} 30.0\n'
+    assert alphas_of(text) == {"0-alpha": 0.8 if label else 5 / 6, "1-alpha": 0.25 if label else 0.4, "2-alpha": 0.0}
+    assert alphas_of(f"{count} 0.0\n") == {}
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("dflash", "dflash-draft"), ("dspark", "dspark")])

@@ -16,11 +16,10 @@ import zoo
 from examined import World
 from eyas.core.target import Target
 from eyas_lab.examine.acceptance import Inputs, keep
-from eyas_lab.examine.verdict import Figures, examine
+from eyas_lab.examine.verdict import examine
 
 pytestmark = pytest.mark.slow
-Config = dict[str, Any]
-Tensors = dict[str, Tensor]
+Config, Tensors = dict[str, Any], dict[str, Tensor]
 MENDED = 0.9  # of the good head's accepted tokens
 
 
@@ -163,10 +162,6 @@ def planted(folder: Path, good: Path, plant: Callable[[Config, Tensors], Tensors
     return str(folder)
 
 
-def accepted(figures: Figures | None) -> float:
-    return 0.0 if figures is None else figures.tokens
-
-
 @pytest.mark.cover(*(name for name, fault in FAULTS.items() if fault.world == "small"), name=2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -178,7 +173,7 @@ def test_a_planted_fault_is_found(name: str, request: pytest.FixtureRequest, tmp
     assert step is not None, (found.steps, found.tried[:5])
     assert found.verdict == "fits with changes"
     good = world.figures(fault.head)
-    assert accepted(found.published) < 0.8 * good.tokens
+    assert found.published is None or found.published.tokens < 0.8 * good.tokens
     assert found.steps[-1].figures.tokens > (MENDED if name != "norms before fc lost" else 0.8) * good.tokens
     assert fault.advice in f"{step.says} {step.write}", step
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import eyas
-from eyas import drafters
 from eyas.adaptive import cost
 from eyas.core.target import Target
 from eyas.errors import InputError
@@ -34,49 +32,6 @@ def test_too_little_time_is_said_by_sizes_alone(target: Target, monkeypatch: pyt
     prospect._judge_by_size(target, 1.0, 800, 3600)
 
 
-@pytest.mark.parametrize(("rate", "batch"), [(1e9, 512), (50.0, 64), (16.0, 32), (0.01, 0)])
-def test_trials_are_smaller_on_a_slow_machine(
-    rate: float, batch: int, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: the trial of a training reads the same 5,000 tokens on every machine, for minutes on a slow one. About ten
-    batches in 20 seconds, of 32 to 512 tokens; nothing where these are too many."""
-    tried = list[tuple[int, int]]()
-
-    def noted(length: int, tokens: int) -> float:
-        tried.append((length, tokens))
-        return rate
-
-    monkeypatch.setattr(trial, "feature_rate", lambda target, layers, length, tokens: noted(length, tokens))
-    monkeypatch.setattr(trial, "training_rate", lambda drafter, length, counted, tokens: noted(length, tokens))
-    assert prospect._rates(drafters.find("mtp"), target, rate, 20.0) == prospect._Rates(rate, rate)
-    assert tried == [(min(256, batch), batch)] * 2 * bool(batch)
-
-
-def test_the_look_has_a_limit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: with a day of time the trials take an hour, as their limit is a share."""
-    given = list[float]()
-
-    def rates(kind: Any, target: Target, reading: float, seconds: float) -> prospect._Rates:
-        given.append(seconds)
-        return prospect._Rates(1.0, 1.0)
-
-    class Looked(Exception):  # noqa: N818 - not an error
-        pass
-
-    def end(*_: object) -> Callable[[], None]:
-        raise Looked
-
-    monkeypatch.setattr(prospect, "_rates", rates)
-    monkeypatch.setattr(prospect, "_judge_by_size", lambda *_: None)
-    monkeypatch.setattr(trial, "chain_pass_seconds", end)
-    llm = eyas.load(method="vanilla", kernels="off")
-    models = type("Models", (), {"loading_seconds": 1.0, "for_training": lambda _: llm})()
-    material: Any = type("Material", (), {"answers": [None] * 9})()
-    with pytest.raises(Looked):
-        prospect.look(models, material, ("mtp", "eagle3"), 86_400)
-    assert sum(given) <= prospect.MOST_LOOK_SECONDS <= 30
-
-
 class Machine:
     """A clock that goes on by tokens alone: a pass takes as long as its tokens, but at least as long as a few."""
 
@@ -96,7 +51,7 @@ class Machine:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("rate", [1.0, 10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("rate", [1.0, 100.0, 1000.0])
 def test_the_whole_look_takes_a_minute(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: on a busy machine, measuring the costs of trees took minutes, because it had no limit. The machine of this test
     reads `rate` tokens a second. The test counts tokens and reads no clock. The verdict from sizes

@@ -1,13 +1,13 @@
-"""`eyas export`: what other engines read is read by eyas again, as the same head; what they would
-compute otherwise is refused.
+"""`eyas export`: what other engines read is read by eyas again, as the same head; what they would compute otherwise is
+refused.
 
-The engines themselves read the exports in tests/interop.
-"""
+The engines themselves read the exports in tests/interop."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import eyas
 import zoo
-from eyas import tiny
 from eyas.checkpoints import ExportTarget, Weights, load
 from eyas.core.target import Target
 from eyas.drafters import find
@@ -136,53 +134,47 @@ def test_a_table_of_tokens_in_every_head_for_openvino(tmp_path: Path, target: Ta
         assert tensors["t2d"].nonzero().flatten().tolist() == found
 
 
-@pytest.mark.parametrize(("told", "message"), [
-    ({"from_anchor": True}, "slots that predict the next token"),
-    ({"windows": (7, 7), "causal": (True, True)}, "earlier slots only"),
-    ({"windows": (7, 7)}, "has windows"),
-    ({"embed_scale": 3.0}, "factors of embeddings"),
-    ({"logit_cap": 2.0}, "factors of embeddings or logits, or a cap"),
-    ({"feature_layers": (0, 2)}, "embeddings as one of its features"),
-])  # fmt: skip
-def test_dflash_heads_that_openvino_computes_otherwise(
-    told: dict[str, Any], message: str, tmp_path: Path, target: Target
-) -> None:
+def test_dflash_heads_that_openvino_computes_otherwise(tmp_path: Path, target: Target) -> None:
     """Guards against a head that optimum-intel converts without a word, and of which OpenVINO GenAI accepts little."""
     head = head_of(target, "dflash", **{"head.layers": "1,2", "head.depth": 2})
     through(head, "openvino", tmp_path / "plain", named(target))
-    with pytest.raises(CheckpointError, match=message):
-        through(changed(head, told), "openvino", tmp_path / "out", named(target))
+    told: list[tuple[dict[str, Any], str]] = [
+        ({"from_anchor": True}, "slots that predict the next token"),
+        ({"windows": (7, 7), "causal": (True, True)}, "earlier slots only"),
+        ({"windows": (7, 7)}, "has windows"),
+        ({"embed_scale": 3.0}, "factors of embeddings"),
+        ({"logit_cap": 2.0}, "factors of embeddings or logits, or a cap"),
+        ({"feature_layers": (0, 2)}, "embeddings as one of its features"),
+    ]
+    for changes, message in told:
+        with pytest.raises(CheckpointError, match=message):
+            through(changed(head, changes), "openvino", tmp_path / "out", named(target))
 
 
-@pytest.mark.parametrize("name", ["vllm", "speculators"])
-def test_masks_and_levels_of_peagle(name: str, tmp_path: Path, target: Target) -> None:
-    """Guards a mask, a token or levels that an engine does not find."""
-    head = changed(head_of(target, "peagle"), {"levels": 6, "mask_token": 9})
-    lines = export(head, name, tmp_path / "out", named(target))
-    again = load(tmp_path / "out")
-    assert (again.method, again.config["mask_token"], again.config["levels"]) == ("peagle", 9, 6)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    if name == "vllm":
-        assert (config["pard_token"], config["architectures"]) == (9, ["Eagle3LlamaForCausalLM"])
-        assert '"num_speculative_tokens": 6, "parallel_drafting": true' in lines[0]
-    else:
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 6
-        assert (config["mask_token_id"], config["architectures"]) == (9, ["PEagleSpeculator"])
-    with pytest.raises(CheckpointError, match="sglang has no format for heads of peagle"):
-        export(head, "sglang", tmp_path / "other", named(target))
-
-
-def test_qwen3s_layers(tmp_path: Path, target: Target) -> None:
-    """Guards heads with norms of queries and keys: the speculators library has such layers, and nobody else."""
+def test_settings_that_few_formats_have(tmp_path: Path, target: Target) -> None:
+    """Guards masks and levels of P-EAGLE, Qwen3's norms of queries and keys, windows, and heads that use the target's
+    lm_head: an engine that does not find them drafts something else."""
+    peagle = changed(head_of(target, "peagle"), {"levels": 6, "mask_token": 9})
     made = head_of(target, "eagle3", **EXPLICIT)
     norms = {f"layer.attention.{x}_norm.weight": torch.rand(made.config["head_dim"]) for x in "qk"}
-    head = changed(made, {"qk_norm": True}, **norms)
-    again = through(head, "speculators", tmp_path / "out", named(target))
-    assert again.config["qk_norm"]
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in head.tensors.items())
-    for name in ("vllm", "sglang", "safeailab"):
-        with pytest.raises(CheckpointError, match=r"norms of queries and keys|settings of this head: qk_norm"):
-            through(head, name, tmp_path / name, named(target))
+    qwen3 = changed(made, {"qk_norm": True}, **norms)
+    windowed = changed(with_target_head(head_of(target, "eagle3")), {"window": 32})
+    for head, name, kept in (
+        (peagle, "vllm", ("mask_token", "levels")),
+        (peagle, "speculators", ("mask_token", "levels")),
+        (qwen3, "speculators", ("qk_norm",)),
+        (windowed, "sglang", ("head", "window")),
+        (windowed, "vllm", ("head", "window")),
+    ):
+        again = through(head, name, tmp_path / f"{head.method} {kept} {name}", named(target))
+        assert [again.config[key] for key in kept] == [head.config[key] for key in kept], (head.method, name)
+        assert again.tensors.keys() - {"embed.weight"} == head.tensors.keys(), (head.method, name)
+    for head, name, reason in (
+        (peagle, "sglang", "sglang has no format for heads of peagle"),
+        *((qwen3, name, "norms of queries and keys|settings of this head: qk_norm") for name in ("vllm", "sglang", "safeailab")),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=reason):
+            through(head, name, tmp_path / "out", named(target))
 
 
 def changed(head: Weights, config: dict[str, Any] | None = None, **tensors: Tensor) -> Weights:
@@ -194,26 +186,18 @@ def with_target_head(head: Weights) -> Weights:
     return dataclasses.replace(changed(head, {"head": "target"}), tensors=tensors)
 
 
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_a_window_and_the_targets_lm_head(name: str, tmp_path: Path, target: Target) -> None:
-    """Guards against a head that drafts over the whole text, or with an lm_head of random numbers,
-    in the other engine."""
-    head = changed(with_target_head(head_of(target, "eagle3")), {"window": 32})
-    again = through(head, name, tmp_path / "out", named(target))
-    assert (again.config["head"], again.config["window"]) == ("target", 32)
-    assert "lm_head.weight" not in again.tensors
-
-
 def test_ids_and_keys_are_what_the_engines_read(tmp_path: Path, target: Target) -> None:
     """Guards against ids that only our own readers take back, as both sides of a round trip may be
     wrong in the same way: SGLang counts outputs under eagle_config, vLLM inputs at the top level,
     and "bias" must never say what SafeAILab means by it (see docs/reference/export.md)."""
-    head, bias = head_of(target, "eagle3", **EXPLICIT), head_of(target, "eagle1")
-    written = {}
-    for one, name in ((head, "sglang"), (head, "vllm"), (head, "speculators"), (bias, "sglang"), (bias, "vllm")):
-        folder = tmp_path / f"{one.method}-{name}"
-        export(one, name, folder, named(target))
-        written[folder.name] = json.loads((folder / "config.json").read_text())
+    written, said = {}, {}
+    heads = [head_of(target, "eagle3", **EXPLICIT), head_of(target, "eagle1")]
+    heads.append(changed(head_of(target, "peagle"), {"levels": 6, "mask_token": 9}))
+    for head, name in product(heads, ("sglang", "vllm", "speculators")):
+        folder = tmp_path / f"{head.method}-{name}"
+        if folder.name not in ("eagle1-speculators", "peagle-sglang"):
+            said[folder.name] = export(head, name, folder, named(target))
+            written[folder.name] = json.loads((folder / "config.json").read_text())
     assert written["eagle3-sglang"]["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["eagle3-sglang"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert written["eagle3-vllm"]["architectures"] == ["Eagle3LlamaForCausalLM"]
@@ -226,6 +210,12 @@ def test_ids_and_keys_are_what_the_engines_read(tmp_path: Path, target: Target) 
     assert written["eagle1-vllm"]["architectures"] == ["EagleLlamaForCausalLM"]
     assert written["eagle1-vllm"]["bias"] is False
     assert not any(config.get("attention_bias") for config in written.values())
+    assert written["peagle-vllm"]["pard_token"] == written["peagle-speculators"]["mask_token_id"] == 9
+    assert written["peagle-vllm"]["architectures"] == ["Eagle3LlamaForCausalLM"]
+    assert written["peagle-speculators"]["architectures"] == ["PEagleSpeculator"]
+    (method,) = written["peagle-speculators"]["speculators_config"]["proposal_methods"]
+    assert method["speculative_tokens"] == 6
+    assert '"num_speculative_tokens": 6, "parallel_drafting": true' in said["peagle-vllm"][0]
 
 
 def test_bias_moves_into_the_embeddings() -> None:
@@ -244,6 +234,7 @@ def test_bias_moves_into_the_embeddings() -> None:
 
 def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]]:
     """head, format, what is known of the target, and a part of the reason."""
+    engines = ("vllm", "sglang", "speculators")
     one, three, known, unknown = head_of(target, "eagle1"), head_of(target, "eagle3"), named(target), ExportTarget()
     V, D = target.vocab_size, target.hidden_size
     table = torch.randn(V, D)
@@ -253,8 +244,8 @@ def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]
     biases = {f"layer.attention.{x}.bias": torch.ones(size) for x, size in rows.items()}
     qkv, explicit = changed(three, {"qkv_bias": True}, **biases), head_of(target, "eagle3", **EXPLICIT)
     first = changed(three, {"feature_layers": (0, 2, 3)})
-    found = {f"bias of fc, {name}": (bias, name, known, "bias of fc") for name in ENGINES}
-    found |= {f"biases of q, {name}": (qkv, name, known, "biases of q, k and v") for name in ENGINES}
+    found = {f"bias of fc, {name}": (bias, name, known, "bias of fc") for name in engines}
+    found |= {f"biases of q, {name}": (qkv, name, known, "biases of q, k and v") for name in engines}
     found |= {f"ablation, {x}": (ablation, x, known, "unshifted inputs") for x in ("vllm", "sglang", "safeailab")}
     return found | {
         "the target's lm_head": (with_target_head(three), "speculators", known, "uses the target's lm_head"),
@@ -271,25 +262,14 @@ def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]
     }
 
 
-ENGINES = ("vllm", "sglang", "speculators")
-REFUSALS = [
-    *(f"{what}, {name}" for what in ("bias of fc", "biases of q") for name in ENGINES),
-    *(f"ablation, {name}" for name in ("vllm", "sglang", "safeailab")),
-    "the target's lm_head",
-    "residual", "own table", "unknown table", "embeddings as features", "bias without target", "explicit layers", "window", "no target",
-    "method", "format",
-]  # fmt: skip
-
-
-@pytest.mark.quick("method", "ablation, vllm", "bias of fc, speculators", "biases of q, *", "embeddings as features")
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_with_the_reason(case: str, tmp_path: Path, target: Target) -> None:
+def test_refused_with_the_reason(tmp_path: Path, target: Target) -> None:
     """Guards against an export that the engine loads and computes otherwise: without an error
     there, and with almost no acceptance."""
-    head, name, known, reason = refusals(target)[case]
-    with pytest.raises(CheckpointError, match=reason) as caught:
-        export(head, name, tmp_path / "out", known)
-    assert "\n" not in str(caught.value)
+    for case, (head, name, known, reason) in refusals(target).items():
+        with pytest.raises(CheckpointError) as caught:
+            pytest.fail(f"{case}: {export(head, name, tmp_path / 'out', known)}")
+        assert reason in str(caught.value), case
+        assert "\n" not in str(caught.value), case
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,21 +282,3 @@ def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InputError, match="cannot write"):
         export(head_of(target, "eagle1"), "safeailab", tmp_path / "file" / "out", ExportTarget())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
-
-
-@pytest.mark.cover(name=2)
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "name"), [case for case in CASES if case[0] in tiny.HEADS])
-def test_embedded_heads_draft_the_same(method: str, name: str, tmp_path: Path) -> None:
-    """Guards against an export that loads and drafts other tokens. False alarm: the moved bias of
-    EAGLE-1 is rounded to float16 (3e-4), which these texts survive."""
-    tree = {"nodes": 12, "depth": 4, "branch": 3}
-    options: dict[str, Any] = {"method": {"eagle1": "eagle2"}.get(method, method), "tree": tree}
-    before = eyas.load(draft=tiny.HEADS[method], kernels="off", **options)
-    export(load(tiny.HEADS[method]), name, tmp_path / "out", named(before.target))
-    after = eyas.load(draft=tmp_path / "out", kernels="off", **options)
-    for prompt in ("I want to book a table for two in San Jose tonight.", "Tell me a story about a hat."):
-        one, other = (llm.generate(prompt, max_new_tokens=32) for llm in (before, after))
-        assert one.token_ids == other.token_ids
-        assert one.stats.accepted_lengths == other.stats.accepted_lengths
-        assert max(one.stats.accepted_lengths) > 1

@@ -174,37 +174,36 @@ def test_modules_are_written_into_their_target(architecture: str, tmp_path: Path
     assert after.reader.tensors[0].tensor_type.name == "Q8_0"
 
 
-def not_written(made: Weights, known: ExportTarget, says: str, path: Path, dtype: str = "") -> None:
-    with pytest.raises((CheckpointError, InputError), match=says) as error:
-        exports.export(made, "gguf", path, known, dtype)
-    assert "\n" not in str(error.value)
-    assert not path.exists()
-
-
 def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None:
     """Guards heads that would load there and draft something else, and a target that is another one."""
-    known, out = target_file(target, tmp_path / "target.gguf"), tmp_path / "out.gguf"
-    made = eagle3_of(target)
-    not_written(made, known, r"give it the ending \.gguf", tmp_path / "folder")
-    not_written(made, known, "no dtype 'q4_0': f32, f16, bf16, q8_0", out, "q4_0")
-    not_written(made, ExportTarget("someone/target"), "name the target's file in GGUF format", out)
+    known, made = target_file(target, tmp_path / "target.gguf"), eagle3_of(target)
     other = target_file(target, tmp_path / "other.gguf", embedding_length=96)
-    not_written(made, other, "has the hidden size 96 and 160 tokens, the head's target 48 and 160", out)
-    not_written(eagle3_of(target, carries="normed"), known, "a normed state that is carried, which llama.cpp", out)
-    not_written(eagle3_of(target, window=9), known, "a window, which", out)
-    not_written(eagle3_of(target, feature_layers=(0, 1, 4)), known, r"reads hidden_states\[4\], and", out)
-    block, _ = block_parts(target, tmp_path / "windows", "windows")
-    not_written(block, known, "layers that see earlier slots only beside others", out)
-    block, _ = block_parts(target, tmp_path / "dflash", "dflash")
-    anchored = dataclasses.replace(block, config={**block.config, "windows": (7, 7), "anchored": True})
-    not_written(anchored, known, "windows that are counted from the root", out)
-    last = dataclasses.replace(block, config={**block.config, "feature_layers": (1, target.num_layers)})
     more = {"block_count": target.num_layers + 1, "nextn_predict_layers": 1}  # the last one is a module, not a layer
-    not_written(last, target_file(target, tmp_path / "module.gguf", **more), r"reads hidden_states\[\d\], and", out)
-    early = dataclasses.replace(block, config={**block.config, "from_anchor": True})
-    not_written(early, known, "slots that predict the next token, and no Markov head", out)
-    module = mtp.Method.random(target, seed=5).weights()
-    not_written(module, known, "a llama, for which eyas knows no multi-token prediction .* EAGLE-3 head", out)
+    with_module = target_file(target, tmp_path / "module.gguf", **more)
+    windows, _ = block_parts(target, tmp_path / "windows", "windows")
+    block, _ = block_parts(target, tmp_path / "dflash", "dflash")
+
+    def changed(**config: Any) -> Weights:
+        return dataclasses.replace(block, config={**block.config, **config})
+
+    for head, target_of_it, says, name, dtype in (
+        (made, known, r"give it the ending \.gguf", "folder", ""),
+        (made, known, "no dtype 'q4_0': f32, f16, bf16, q8_0", "out.gguf", "q4_0"),
+        (made, ExportTarget("someone/target"), "name the target's file in GGUF format", "out.gguf", ""),
+        (made, other, "has the hidden size 96 and 160 tokens, the head's target 48 and 160", "out.gguf", ""),
+        (eagle3_of(target, carries="normed"), known, "a normed state that is carried, which llama.cpp", "out.gguf", ""),
+        (eagle3_of(target, window=9), known, "a window, which", "out.gguf", ""),
+        (eagle3_of(target, feature_layers=(0, 1, 4)), known, r"reads hidden_states\[4\], and", "out.gguf", ""),
+        (windows, known, "layers that see earlier slots only beside others", "out.gguf", ""),
+        (changed(windows=(7, 7), anchored=True), known, "windows that are counted from the root", "out.gguf", ""),
+        (changed(feature_layers=(1, target.num_layers)), with_module, r"reads hidden_states\[\d\], and", "out.gguf", ""),
+        (changed(from_anchor=True), known, "slots that predict the next token, and no Markov head", "out.gguf", ""),
+        (mtp.Method.random(target, seed=5).weights(), known, "a llama, for which eyas knows no multi-token prediction", "out.gguf", ""),
+    ):  # fmt: skip
+        with pytest.raises((CheckpointError, InputError), match=says) as error:
+            exports.export(head, "gguf", tmp_path / name, target_of_it, dtype)
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / name).exists()
     with pytest.raises(InputError, match="vllm has no dtype 'f16': it keeps the type of the head"):
         exports.export(made, "vllm", tmp_path / "folder", known, "f16")
 
@@ -213,7 +212,7 @@ def test_factors_of_the_target(target: Target, tmp_path: Path) -> None:
     """Guards Gemma's embeddings: a head that uses the target's factor gets it, as llama.cpp takes it from the head alone."""
     made, _ = block_parts(target, tmp_path / "head", "dflash")
     own = dataclasses.replace(made, config={**made.config, "embed_scale": None, "eyas": {}})
-    exports.export(own, "gguf", tmp_path / "out.gguf", target_file(target, tmp_path / "gemma.gguf", "gemma3"))
-    assert File(tmp_path / "out.gguf").get("dflash.embedding_scale") == pytest.approx(48**0.5)
-    exports.export(own, "gguf", tmp_path / "plain.gguf", target_file(target, tmp_path / "llama.gguf"))
-    assert File(tmp_path / "plain.gguf").get("dflash.embedding_scale") is None
+    for architecture, factor in (("gemma3", pytest.approx(48**0.5)), ("llama", None)):
+        known = target_file(target, tmp_path / f"{architecture}.gguf", architecture)
+        exports.export(own, "gguf", tmp_path / f"{architecture}-head.gguf", known)
+        assert File(tmp_path / f"{architecture}-head.gguf").get("dflash.embedding_scale") == factor

@@ -13,6 +13,7 @@ import pytest
 
 from eyas.adaptive import cost
 from eyas.cli._errors import Interrupted
+from eyas_train import loop
 from eyas_train.accelerate import prospect
 from eyas_train.accelerate.prospect import Prospect
 from eyas_train.accelerate.report import HEADING
@@ -89,9 +90,10 @@ def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeyp
 def test_every_step_is_done_once_however_often_the_run_is_stopped(
     run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a run that goes on answers, reads or trains again, or skips what was stopped half way. The
-    run is stopped at the beginning of each step, and within it where its work is half done."""
-    done, stop_in = Counter[str](), list[str]()
+    """Bug: a run that goes on answers, reads or trains again, or skips what was stopped half way. The run is stopped at
+    the beginning of each step, and in the training, whose options follow from the time that is left."""
+    done, trained, stop_in = Counter[str](), list[int](), list[str]()
+    train_step = loop.train_step
 
     def counted(name: str, step: Callable[[Any], None]) -> Callable[[Any], None]:
         def do(self: Any) -> None:
@@ -102,61 +104,42 @@ def test_every_step_is_done_once_however_often_the_run_is_stopped(
 
         return do
 
+    def stopped(setup: Any, loss: Any, optimizer: Any, state: Any) -> Any:
+        if len(trained) == 7 and stop_in:
+            raise KeyboardInterrupt
+        trained.append(state.step)
+        return train_step(setup, loss, optimizer, state)
+
     for name in STEPS:
         monkeypatch.setattr(accelerate.Run, name, counted(name, getattr(accelerate.Run, name)))
+    monkeypatch.setattr(loop, "train_step", stopped)
     command = ("accelerate", "llama", "--data", questions, "--minutes", 1, "--output", tmp_path / "head")
-    for name in STEPS:
+    for name in (*STEPS[:3], "within the training", "bench"):
         stop_in[:] = [name]
         result = run(*command)
-        assert result.exit_code == 130, (result.output, result.exception)
+        assert result.exit_code == 130, (name, result.output, result.exception)
+        if name.startswith("within"):
+            assert "step 7 of" in result.stderr
+            assert "the same command goes on from there" in result.stderr
     stop_in.clear()
     result = run(*command, "--json")
     assert result.exit_code == 0, (result.output, result.exception)
     assert done == dict.fromkeys(STEPS, 1)
+    assert trained == list(range(len(trained)))
     report = json.loads(result.stdout.strip().splitlines()[-1])
     assert report == json.loads((tmp_path / "head" / "report.json").read_text())
     assert report["reached"]["equal"] is True
     assert [step["name"] for step in report["steps"]] == ["measure", *STEPS]
     card = (tmp_path / "head" / "README.md").read_text()
     assert card.startswith("# mtp draft head for")
-    again = run(*command)
-    assert again.exit_code == 0
+    assert run(*command).exit_code == 0
     assert done == dict.fromkeys(STEPS, 1)
     assert (tmp_path / "head" / "README.md").read_text() == card
     assert card.count(HEADING) == 1
     other = run(*command[:-3], 2, *command[-2:])
-    assert other.exit_code == 2
-    assert "minutes 1.0 there, 2.0 now" in other.stderr
+    assert (other.exit_code, "minutes 1.0 there, 2.0 now" in other.stderr) == (2, True)
     answer = run("generate", "--target", "llama", "--draft", tmp_path / "head", "--max-new-tokens", 4, "what is 1")
     assert answer.exit_code == 0, answer.output
-
-
-@pytest.mark.exhaustive
-def test_a_training_that_was_stopped_goes_on(
-    run: Run, questions: Path, tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: the options of the training follow from the time that is left, so a resumed run is refused,
-    or trains from the start."""
-    from eyas_train import loop
-
-    steps, real = list[int](), loop.train_step
-
-    def stopped(setup: Any, loss: Any, optimizer: Any, state: Any) -> Any:
-        if len(steps) == 7:
-            raise KeyboardInterrupt
-        steps.append(state.step)
-        return real(setup, loss, optimizer, state)
-
-    command = ("accelerate", "llama", "--data", questions, "--minutes", 1, "--output", tmp_path / "head")
-    monkeypatch.setattr(loop, "train_step", stopped)
-    first = run(*command)
-    assert first.exit_code == 130, (first.output, first.exception)
-    assert "step 7 of" in first.stderr
-    assert "the same command goes on from there" in first.stderr
-    monkeypatch.setattr(loop, "train_step", lambda *a: (steps.append(a[3].step), real(*a))[1])
-    second = run(*command)
-    assert second.exit_code == 0, (second.output, second.exception)
-    assert steps == list(range(len(steps)))
 
 
 @pytest.mark.exhaustive

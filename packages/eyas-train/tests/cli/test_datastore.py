@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from eyas_lab import datastore
-from eyas_lab.datastore import Manifest
+from eyas_lab.datastore import Datastore, Manifest
 
 Run = Callable[..., Any]
 
@@ -21,7 +22,7 @@ def novel(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_path: Path) -> None:
+def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_path: Path, world: Path) -> None:
     """Build, generate; the text is that of plain decoding."""
     place = ("--output", tmp_path / "store", "--data", chats, "--data", novel)
     build = ("datastore", "build", "--target", "llama", *place)
@@ -38,18 +39,8 @@ def test_the_way_of_a_user(run: Run, answer: Run, chats: Path, novel: Path, tmp_
     made = Manifest.read(tmp_path / "store")
     assert [source["name"] for source in made.sources] == ["chat.jsonl", "novel.txt"]
     assert made.sources[1]["documents"] == 2
-
-
-def test_whole_chats_stand_in_it(run: Run, chats: Path, tmp_path: Path, world: Path) -> None:
-    """Guards against chats of which only the assistant's tokens are there, or that are parted into
-    training and held-out ones."""
-    from transformers import AutoTokenizer
-
-    from eyas_lab.datastore import Datastore
-
-    run("datastore", "build", "--target", "llama", "--output", tmp_path / "store", "--data", chats)
     words, store = AutoTokenizer.from_pretrained(world / "llama"), Datastore.open(tmp_path / "store")
-    for i in range(40):
+    for i in range(40):  # whole chats, held-out ones too
         ids = words(f"<u>what is {i}<a>it is", add_special_tokens=False)["input_ids"]
         found = store.look_up(ids, len(ids), len(ids), 1, 9)
         assert found is not None

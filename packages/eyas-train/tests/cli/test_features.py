@@ -38,63 +38,50 @@ TRAINING = shlex.split(
 )
 
 
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without decoding of held-out prompts, which takes longer than such a training."""
-    monkeypatch.setattr(alpha, "chain_figures", lambda *arguments: None)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("quickly")
-def test_the_same_head_from_either_source(
+def test_the_same_examples_from_either_source(
     run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path
 ) -> None:
-    """The way of a user: features, a check, a training from them and one from the data: the same
-    examples held out, the same losses."""
+    """The way of a user: features, and a check; the examples and those held out are those of the data."""
     result = run(*command)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert f"{chats}:6: not JSON" in result.stderr
-    assert "40 examples, " in result.stderr
-    assert "layers 0,1,2,4 of 48 numbers in float32; to be made: " in result.stderr
-    assert "GiB; free there: " in result.stderr
-    assert f"{tmp_path / 'store'} is complete: " in result.stderr.splitlines()[-1]
+    for said in (
+        f"{chats}:6: not JSON", "40 examples, ", "layers 0,1,2,4 of 48 numbers in float32; to be made: ", "GiB; free there: ",
+        f"{tmp_path / 'store'} is complete: ",
+    ):  # fmt: skip
+        assert said in result.stderr
     assert "every checksum is right" in run("features", "--output", tmp_path / "store", "--verify").stderr
     stored = FeatureStore(tmp_path / "store").data()
     data = read(chats, AutoTokenizer.from_pretrained(world / "llama"), max_length=64, heldout=0.005)
-    assert list(stored.train) == list(data.train)
-    assert list(stored.heldout) == list(data.heldout)
+    assert (list(stored.train), list(stored.heldout)) == (list(data.train), list(data.heldout))
     assert len(stored.heldout) == 2
-    records = {}
-    for source in (("--features", tmp_path / "store"), ("--data", chats, "--max-length", 64, "--heldout", 0.005)):
-        output = tmp_path / source[0].strip("-")
-        trained = run("train", "--target", "llama", "--output", output, *TRAINING, *source)
-        assert trained.exit_code == 0, (trained.output, trained.exception)
-        records[source[0]] = json.loads((output / "training.json").read_text())
-    disk, online = records["--features"], records["--data"]
-    assert disk["examples"] == online["examples"]
-    assert disk["data"] == online["data"]
-    assert disk["config"] == online["config"]
-    assert disk["heldout"] == pytest.approx(online["heldout"], rel=1e-5)
-    assert disk["features"]["layers"] == [0, 1, 2, 4]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quickly")
-def test_half_of_it_can_be_trained_from(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """One of two machines: its part is said, trained from with a note, and the other part completes
-    it without reading the data again."""
+def test_half_of_it_can_be_trained_from(
+    run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two machines: its part is said, trained from with a note, and the other part completes it without reading
+    the data again. Other settings, or other data, are refused."""
+    monkeypatch.setattr(alpha, "chain_figures", lambda *arguments: None)  # takes longer than such a training
     first = run(*command, "--part", "1/2")
     shards = len(FeatureStore(tmp_path / "store").manifest.shards)
     assert f"to be made: {(shards + 1) // 2} of {shards} shards" in first.stderr
     assert "this part is done; " in first.stderr
+    changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
+    said = f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005"
+    assert (changed.exit_code, said in changed.stderr.splitlines()[-1]) == (2, True)
     own = ("--method", "eagle3", "--head.layers", "0,1,2", "--features", tmp_path / "store")
     trained = run("train", "--target", "llama", "--output", tmp_path / "new", *TRAINING, *own)
     assert trained.exit_code == 0, trained.output
     assert "of its 40 examples are there: the same `eyas features` makes the rest" in trained.stderr
+    assert json.loads((tmp_path / "new" / "training.json").read_text())["features"]["layers"] == [0, 1, 2, 4]
     second = run(*command, "--part", "2/2")
     assert "is complete" in second.stderr
     assert "not JSON" not in second.stderr
     assert run(*command).stderr.count("\n") == 1  # nothing is left to do
+    chats.write_text(chats.read_text() + "\n")
+    assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
 
 
 @pytest.mark.slow
@@ -123,19 +110,6 @@ def test_ctrl_c_keeps_whole_shards(
 
 
 @pytest.mark.slow
-def test_other_settings_are_refused(run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path) -> None:
-    assert run(*command, "--part", "1/4").exit_code == 0
-    changed = run(*command, "--store-dtype", "bfloat16", "--heldout", 0.3)
-    assert changed.exit_code == 2
-    last = changed.stderr.splitlines()[-1]
-    assert (
-        f"{tmp_path / 'store'} was begun with other settings: dtype float32 there, bfloat16 now; heldout 0.005" in last
-    )
-    chats.write_text(chats.read_text() + "\n")
-    assert "the data was chat.jsonl, with other contents than now" in run(*command).stderr
-
-
-@pytest.mark.slow
 def test_much_is_asked_for(
     run: Run, command: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,16 +128,6 @@ def test_much_is_asked_for(
     assert not (tmp_path / "store").exists()
     assert run(*command, "--part", "1/4", stdin="y\n").exit_code == 0
     assert run(*command, "--yes").exit_code == 0
-
-
-def test_missing_data_is_refused_before_the_target_is_loaded(
-    refused: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: a large target was read for minutes, and then the name of a file was wrong."""
-    monkeypatch.setattr(features, "load_target", lambda *_: pytest.fail("loaded"))
-    said = refused("features", "--data", tmp_path / "nowhere.jsonl", "--output", tmp_path / "out")
-    assert "nowhere.jsonl does not exist" in said
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -207,33 +171,24 @@ def test_workers_divide_the_shards(
 
 
 @pytest.mark.slow
-def test_a_worker_without_its_parent_ends(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """Killed, the first process cannot end the others: they must not go on unseen for days."""
-    assert run(*command, "--part", "1/4").exit_code == 0
-    before = FeatureStore(tmp_path / "store").missing()
-    assert run(*command, "--only", before[0], "--of", os.getppid() + 1).exit_code == 130
-    assert FeatureStore(tmp_path / "store").missing() == before
-
-
-@pytest.mark.slow
 def test_processes_of_one_folder_do_not_refuse_each_other(
     run: Run, command: tuple[object, ...], tmp_path: Path
 ) -> None:
     """Bug: each worker, and each part, locked the whole folder for a moment when it began, so one of them ended where
-    two did so at once. A part that another process makes is refused."""
+    two did so at once. A part that another process makes is refused, and a worker whose parent was killed ends."""
     assert run(*command, "--part", "1/4").exit_code == 0
     store = tmp_path / "store"
     missing = FeatureStore(store).missing()
+    assert run(*command, "--only", missing[0], "--of", os.getppid() + 1).exit_code == 130
+    assert FeatureStore(store).missing() == missing
     with locked_output(store):
-        worker = run(*command, "--only", missing[0], "--of", os.getppid())
-        assert worker.exit_code == 0, worker.output
-        other = run(*command, "--part", "3/4")
-        assert other.exit_code == 0, other.output
+        for part in (("--only", missing[0], "--of", os.getppid()), ("--part", "3/4")):
+            made = run(*command, *part)
+            assert made.exit_code == 0, made.output
     assert len(FeatureStore(store).missing()) < len(missing) - 1
     with locked_output(store, "4-4"):
         refused = run(*command, "--part", "4/4")
-    assert refused.exit_code == 2
-    assert f"{store} is being written by process {os.getpid()} on " in refused.stderr
+    assert (refused.exit_code, f"{store} is being written by process {os.getpid()} on " in refused.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -263,6 +218,10 @@ def test_a_worker_that_dies(
 
 BAD = {
     "no data": (("features", "--output", "o"), "option --data is missing"),
+    "data that is nowhere": (
+        ("features", "--output", "o", "--data", "./nowhere.jsonl"),
+        "nowhere.jsonl does not exist",
+    ),
     "nothing to verify": (("features", "--output", "o", "--verify"), "holds no features"),
     "a part of nothing": (("--part", "3/2"), "--part is like 2/4"),
     "layers that are words": (("--layers", "last"), "--layers are whole numbers"),

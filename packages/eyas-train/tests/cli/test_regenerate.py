@@ -65,6 +65,8 @@ def test_chats_of_the_targets_own(run: Run, command: tuple[object, ...], tmp_pat
     assert (said["conversations"], said["replies"], said["bad"], said["there"]) == (4, 5, 0, 0)
     assert said["tokens"] == sum(sum(line["tokens"]) for line in found)
     assert "4 conversations, 5 replies, " in result.stderr.splitlines()[-1]
+    cut = sum(line["finish"].count("length") for line in found)
+    assert f"; {cut} replies cut at the length" in result.stderr
     assert "no --draft: drafts are copied from the text so far" in result.stderr
     other = tmp_path / "drafted.jsonl"
     drafted = run(*command, "--draft", "head", "--output", other, "--rows", 1)
@@ -143,19 +145,12 @@ def test_bad_lines_are_named_and_passed_over(run: Run, command: tuple[object, ..
 
 @pytest.mark.slow
 def test_cut_replies(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    """Marked; or dropped, and then not tried again either."""
-    marked = run(*command)
-    cut = sum(line["finish"].count("length") for line in lines(tmp_path / "own.jsonl"))
-    assert cut > 0
-    assert f"; {cut} replies cut at the length" in marked.stderr
-    dropping = (*command, "--output", tmp_path / "whole.jsonl", "--drop-cut")
+    """Conversations that are dropped are not tried again either."""
+    dropping = (*command, "--drop-cut")
     assert run(*dropping).exit_code == 0
-    whole = lines(tmp_path / "whole.jsonl")
+    whole, dropped = lines(tmp_path / "own.jsonl"), lines(tmp_path / "own.jsonl.dropped")
     assert all(finish == "stop" for line in whole for finish in line["finish"])
-    dropped = lines(tmp_path / "whole.jsonl.dropped")
-    assert len(whole) + len(dropped) == 4
-    assert dropped
-    assert "cut after 8 tokens" in dropped[0]["reason"]
+    assert (len(whole) + len(dropped), "cut after 8 tokens" in dropped[0]["reason"]) == (4, True)
     assert "; 4 there before" in run(*dropping).stderr.splitlines()[-1]
 
 

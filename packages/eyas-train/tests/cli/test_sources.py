@@ -54,11 +54,11 @@ def written(path: Path, records: list[dict[str, Any]]) -> Path:
 def placed(kind: str, records: list[dict[str, Any]], folder: Path, remote: MemoryFileSystem) -> str:
     """Return where records are, of a kind like ".parquet" or "memory .jsonl"."""
     place, _, suffix = kind.rpartition(" ")
-    path = written(folder / f"data{suffix}", records)
+    path = written(folder / f"{folder.name}{suffix}", records)
     if not place:
         return str(path)
-    remote.pipe_file(f"/bucket/data{suffix}", path.read_bytes())
-    return f"memory://bucket/data{suffix}"
+    remote.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    return f"memory://bucket/{path.name}"
 
 
 KINDS = (".parquet", "memory .jsonl", "memory .jsonl.gz", "memory .parquet")
@@ -75,50 +75,59 @@ def test_the_same_records(kind: str, tmp_path: Path, remote: MemoryFileSystem) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".jsonl.gz", *KINDS])
-def test_generate_reads_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFileSystem) -> None:
-    """Guards that a file in Parquet or at a URL gets the same answers and ids as one in JSONL."""
-    answers = []
-    for number, way in enumerate((".jsonl", kind)):
-        source, output = placed(way, ASKED, tmp_path, remote), tmp_path / f"{number}.jsonl"
-        result = run("generate", "--target", "llama", "--input", source, "--output", output, "--max-new-tokens", 6)
-        assert result.exit_code == 0, result.output
-        answers.append([(line["id"], line["token_ids"]) for line in map(json.loads, output.read_text().splitlines())])
-    assert answers[0] == answers[1]
-    assert [name for name, _ in answers[0]] == ["q0", "q1", "q2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [".parquet", "memory .jsonl"])
-def test_heads_learn_from_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFileSystem) -> None:
-    """Guards that regenerated chats, features and a datastore do not depend on the form of the file."""
+def test_every_command_reads_it(kind: str, run: Run, tmp_path: Path, remote: MemoryFileSystem) -> None:
+    """Guards that answers, regenerated chats, features and a datastore do not depend on the form of the file."""
     made = []
     for way in (".jsonl", kind):
-        source, place = placed(way, CHATS[:12], tmp_path, remote), tmp_path / f"of {way}"
-        place.mkdir()
-        data = ("--target", "llama", "--data", source, "--output")
-        own = run("regenerate", *data, place / "own.jsonl", "--max-new-tokens", 4, "--limit", 3)
-        features = run("features", *data, place / "features", "--layers", "1", "--max-length", 64, "--heldout", 0)
-        store = run("datastore", "build", *data, place / "datastore")
-        assert [result.exit_code for result in (own, features, store)] == [0, 0, 0], (own.output, features.output)
-        replies = [json.loads(line)["messages"] for line in (place / "own.jsonl").read_text().splitlines()]
-        kept = FeatureStore(place / "features")
-        tokens = np.load(place / "datastore/tokens.npy").tolist()
-        made.append((replies, kept.data().train[3], kept.features(3, [1]).tolist(), tokens))
-        assert kept.settings.data["files"][0]["name"] == Path(source).name
+        place = tmp_path / f"of {way}"
+        for name in ("asked", "chats"):
+            (place / name).mkdir(parents=True)
+        asked = placed(way, ASKED, place / "asked", remote)
+        commands = [("generate", "--input", asked, "--output", place / "answers.jsonl", "--max-new-tokens", 6)]
+        chats = placed(way, CHATS[:12], place / "chats", remote)
+        data = ("--data", chats, "--output")
+        if kind in (".parquet", "memory .jsonl"):
+            commands += [
+                ("regenerate", *data, place / "own.jsonl", "--max-new-tokens", 4, "--limit", 3),
+                ("features", *data, place / "features", "--layers", "1", "--max-length", 64, "--heldout", 0),
+                ("datastore", "build", *data, place / "datastore"),
+            ]
+        for command in commands:
+            result = run(*command, "--target", "llama")
+            assert result.exit_code == 0, result.output
+        lines = map(json.loads, (place / "answers.jsonl").read_text().splitlines())
+        found = [[(line["id"], line["token_ids"]) for line in lines]]
+        assert [name for name, _ in found[0]] == ["q0", "q1", "q2"]
+        if len(commands) > 1:
+            kept = FeatureStore(place / "features")
+            assert kept.settings.data["files"][0]["name"] == Path(chats).name
+            found.append([json.loads(line)["messages"] for line in (place / "own.jsonl").read_text().splitlines()])
+            found += [
+                kept.data().train[3],
+                kept.features(3, [1]).tolist(),
+                np.load(place / "datastore/tokens.npy").tolist(),
+            ]
+        made.append(found)
     assert made[0] == made[1]
 
 
 def test_what_is_wrong_is_one_line(
     run: Run, tmp_path: Path, remote: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against tracebacks of fsspec, of a store's package and of pyarrow."""
+    """Guards against tracebacks of fsspec, of a store's package and of pyarrow, and a training that begins before."""
+
+    def said(*command: object) -> str:
+        result = run(*command)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), (command, result.output)
+        return str(result.stderr)
+
+    train = ("train", "--target", "llama", "--output", tmp_path / "head", "--features")
     for command in (("generate", "--input"), ("regenerate", "--data"), ("datastore", "build", "--data")):
-        gone = run(*command, "memory://bucket/gone.jsonl", "--output", tmp_path / "out")
-        assert (gone.exit_code, gone.stderr.count("\n")) == (2, 1), gone.output
-        assert "memory://bucket/gone.jsonl does not exist" in gone.stderr
-    unknown = run("generate", "--input", "nowhere://x.jsonl")
-    assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1)
-    assert "nowhere://x.jsonl cannot be read: " in unknown.stderr
+        gone = said(*command, "memory://bucket/gone.jsonl", "--output", tmp_path / "out")
+        assert "memory://bucket/gone.jsonl does not exist" in gone
+    assert "memory://bucket/nothing/manifest.json does not exist; check" in said(*train, "memory://bucket/nothing")
+    assert "nowhere://x.jsonl cannot be read: " in said("generate", "--input", "nowhere://x.jsonl")
+    assert "nowhere://b/manifest.json cannot be read: Protocol not known" in said(*train, "nowhere://b")
 
     def missing(*arguments: Any, **keywords: Any) -> Any:
         raise ImportError("Install s3fs to access S3")
@@ -126,25 +135,10 @@ def test_what_is_wrong_is_one_line(
     monkeypatch.setattr(fsspec, "open", missing)
     with pytest.raises(OptionError, match=r"^s3://b/x.jsonl cannot be read: Install s3fs .*; pip install s3fs$"):
         opened(RemoteFile("s3://b/x.jsonl"))
-
-
-def test_features_at_a_url_that_does_not_work(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line and exit status 2, before anything is trained: for a wrong URL, and for one whose package is missing."""
-    command = ("train", "--target", "llama", "--output", tmp_path / "head", "--features")
-    for url, said in (
-        ("memory://bucket/nothing", "memory://bucket/nothing/manifest.json does not exist; check the path"),
-        ("nowhere://bucket/features", "nowhere://bucket/features/manifest.json cannot be read: Protocol not known"),
-    ):
-        result = run(*command, url)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
-        assert said in result.stderr
-
-    def missing(*arguments: Any, **keywords: Any) -> Any:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr(fsspec, "open", missing)
-    assert "pip install s3fs" in run(*command, "s3://bucket/features").stderr
+    assert "pip install s3fs" in said(*train, "s3://bucket/features")
     assert not (tmp_path / "head").exists()
+    for url in ("simplecache::s3://b/chats.jsonl", "https://h/chats.jsonl?version=2", "memory://chats.jsonl"):
+        assert as_file(url).name == "chats.jsonl"
 
 
 def test_parquet_without_its_package(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +152,3 @@ def test_parquet_without_its_package(run: Run, tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("pyarrow", reason="pyarrow is installed by `make scale`")
     with pytest.raises(InputError, match="is damaged or incomplete, not a file in Parquet"):
         list(chat_lines(as_file(tmp_path / "data.parquet")))
-
-
-def test_names_of_urls() -> None:
-    """Guards against names with the query or the bucket in them: the name says what a file holds."""
-    for url in ("s3://b/data/chats.jsonl", "simplecache::s3://b/chats.jsonl", "https://h/chats.jsonl?version=2"):
-        assert as_file(url).name == "chats.jsonl"
-    assert as_file("memory://chats.jsonl").name == "chats.jsonl"

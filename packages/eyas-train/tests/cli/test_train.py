@@ -5,24 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import processes
 from eyas import checkpoints
 from eyas.locks import locked_output
-from eyas_train.dist import SingleProcess
-from eyas_train.state import load_values, saved_states
 
 pytestmark = pytest.mark.slow
 
@@ -73,13 +64,6 @@ def test_a_head_is_trained_and_used(run: Run, command: tuple[object, ...], tmp_p
     card = (tmp_path / "new" / "README.md").read_text()
     assert "`ttt.steps` 2" in card
     assert f"| longest sequence that it was trained on | {record['trained_length']} tokens |" in card
-
-
-def test_an_older_method(run: Run, command: tuple[object, ...], tmp_path: Path) -> None:
-    result = run(*without(command, *OWN), "--method", "eagle1", "--steps", 2)
-    assert result.exit_code == 0, (result.output, result.exception)
-    used = run("generate", "--target", "llama", "--draft", tmp_path / "new", "hello", "--max-new-tokens", 8, "--json")
-    assert json.loads(used.stdout)["method"] == "eagle2"
 
 
 @pytest.mark.exhaustive
@@ -142,76 +126,6 @@ def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
     result = run(*without(command, "--save-every"), "--save-every", every)
     assert result.exit_code == 130, (result.output, result.exception)
     assert result.stderr.splitlines()[-1] == said.format(tmp_path / "new")
-
-
-@pytest.mark.exhaustive
-def test_two_processes_one_is_killed_and_one_goes_on(
-    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
-) -> None:
-    """torchrun, kill -9 of the second process in the middle: everything ends, with one line of ours
-    among torchrun's, and the same command goes on from the last state without torchrun. Steps are
-    slowed by saving each; sixty take seconds, the kill follows the first."""
-    whole = [*command, "--accumulation", 2, "--steps", 60, "--device", "cpu"]
-    arguments = [str(world / "llama") if part == "llama" else str(part) for part in whole]
-    torchrun = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2 -m eyas")
-    launcher = [sys.executable, *torchrun, *arguments]
-    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
-    with processes.started(launcher, env=environment, stderr=subprocess.PIPE, text=True) as agent:
-        processes.wait_until(lambda: bool(saved_states(tmp_path / "new")), agent)
-        ranks = {child.environ().get("RANK"): child for child in psutil.Process(agent.pid).children(recursive=True)}
-        ranks["1"].kill()
-        _, said = processes.finish(agent)
-    assert agent.returncode != 0
-    assert f"Signal {int(signal.SIGKILL)} (SIGKILL) received" in said
-    lines = [line for line in said.splitlines() if line.startswith("eyas: error: ")]
-    assert all("another process of this run has ended; the state of step" in line for line in lines), lines
-    assert len(lines) <= 1
-    step = load_values(saved_states(tmp_path / "new")[-1], SingleProcess())["step"]
-    assert 0 < step < 60
-    result = run(*whole)
-    assert result.exit_code == 0, result.output
-    assert f"resumed at step {step} of 60" in result.stderr
-    assert json.loads((tmp_path / "new" / "training.json").read_text())["processes"] == 1
-
-
-def agent(port: int, world: Path, command: tuple[object, ...]) -> list[str]:
-    """The command line of one machine's torchrun, as deploy/slurm/train.sbatch has it."""
-    machines = ("--nnodes", 2, "--nproc-per-node", 1, "--local-addr", "127.0.0.1")
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job")
-    arguments = (world / "llama" if part == "llama" else part for part in command)
-    launcher = (sys.executable, "-m", "torch.distributed.run", *machines, *meeting)
-    return [str(part) for part in (*launcher, "-m", "eyas", *arguments)]
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-@pytest.mark.exhaustive
-def test_two_machines_train_what_one_process_does(
-    run: Run, command: tuple[object, ...], world: Path, tmp_path: Path
-) -> None:
-    """Guards against machines that train apart: two of torchrun's agents, which have only an address in common, end
-    with the losses and the head of one process, up to the rounding of sums."""
-    whole = (*command, "--accumulation", 2, "--device", "cpu", "--log-every", 1)
-    port = processes.unused_port()
-    environment = processes.environment(GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore")
-    settings = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    with ExitStack() as running:
-        started = [processes.started(agent(port, world, whole), **settings) for _ in range(2)]
-        agents = [running.enter_context(one) for one in started]
-        said = [processes.finish(one)[1] for one in agents]
-    assert [one.returncode for one in agents] == [0, 0], "\n".join(said)
-    assert run(*instead(whole, tmp_path / "alone")).exit_code == 0
-    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("new", "alone")]
-    assert [record["processes"] for record in records] == [2, 1]
-    losses, expected = (losses_of(tmp_path / name) for name in ("new", "alone"))
-    assert len(losses) == 6
-    assert losses == pytest.approx(expected, rel=1e-4)
-    head = load_file(tmp_path / "new" / "model.safetensors")
-    for name, values in load_file(tmp_path / "alone" / "model.safetensors").items():
-        torch.testing.assert_close(head[name], values, rtol=1e-3, atol=1e-5, msg=name)
 
 
 BAD = {

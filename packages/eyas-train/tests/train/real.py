@@ -54,17 +54,6 @@ def head_run(
     return train(drafter or head(name), language(30, 0), language(6, 1), config, folder, progress=more)
 
 
-def slow_head_run(name: str, folder: str, sleep: float) -> None:
-    """To be killed: it sleeps for some seconds after each step, and waits before the last one."""
-
-    def wait(now: Any) -> None:
-        time.sleep(sleep)
-        if now.step == CONFIG["steps"] - 1:
-            signal.pause()
-
-    head_run(name, folder, wait)
-
-
 def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[str, Any]:
     """A run of the toy or of a real method, interrupted by a signal once step `stop` is over; the
     outcome and the net."""

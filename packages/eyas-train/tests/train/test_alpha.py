@@ -35,17 +35,6 @@ def test_last_prompt_of_plain_text() -> None:
     assert last_prompt(Example(list(range(8)), turns)) == (0, 1, 2, 3, 4)
 
 
-@pytest.mark.slow
-def test_from_real_chains() -> None:
-    """Guards the path that training takes."""
-    examples, drafter = (
-        [Example(list(range(20)), [False] * 10 + [True] * 10)],
-        Method.random(Target(zoo.FAMILIES["llama"]())),
-    )
-    figures = chain_figures(examples, new_tokens=12)(drafter)
-    assert 0 <= figures["0-alpha"] <= 1 <= figures["chain tau"]
-
-
 def test_tau_of_the_drafters_own_tree() -> None:
     """Guards that the tree is the drafter's own, not the chain: a tree that holds the whole
     vocabulary is right once a cycle at least."""

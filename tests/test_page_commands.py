@@ -26,8 +26,8 @@ from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.serve import server
+from gguf_models import TOKENS, write_gguf
 from media_models import with_processor
-from quantised_models import TOKENS, write_gguf
 from test_public import PAGES, commands_of, shell_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]

@@ -23,8 +23,8 @@ from eyas.files import sha256_of_file
 from eyas.named import _smollm2
 from eyas.targets.fingerprints import fingerprint, same_weights
 from eyas_train.commands._targets import recorded_target
+from gguf_models import write_gguf
 from hub import local_hub
-from quantised_models import write_gguf
 from toy_tokenizer import VOCAB, byte_tokenizer
 
 TOKENS = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]

@@ -96,6 +96,10 @@ MORE = {
     "helium": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 8.0, "factor": 1.0}},
     "lfm2": {"layer_types": zoo.CONV_THEN_ATTENTION, "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {
+        "layer_types": zoo.CONV_THEN_ATTENTION, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+    },
     "nemotron": {"seed": 2, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True},
     "olmo2": {"seed": 3},
     "olmo3": {**zoo.MIXED, "rope_parameters": {
@@ -126,6 +130,8 @@ def model(family: str) -> PreTrainedModel:
     made = zoo.tiny(family.split()[0], **SIZES | MORE[family])
     with torch.no_grad():
         for number, layer in enumerate(made.get_decoder().layers):
+            if hasattr(mlp := getattr(layer, "feed_forward", None), "expert_bias"):
+                mlp.expert_bias.copy_(torch.linspace(0.3, -0.3, len(mlp.expert_bias)))
             if hasattr(layer, "layer_scalar"):
                 layer.layer_scalar.fill_(0.8 + 0.1 * number)
                 layer.self_attn.q_norm.weight.mul_(

@@ -21,7 +21,7 @@ from runners.test_cpu import ids, model, with_cpu_kernels
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
-FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2")
+FAMILIES = ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe")
 GEMMA4 = ("gemma4_text of E2B", "gemma4_text of 26B")  # without states; keys of two sizes
 PROMPT, MORE = ids(40), ids(12, 12)
 TREE = Tree.build(torch.tensor([[-1, 0, 0, 1, 2, 4, 5, 3]]), 5)
@@ -60,6 +60,10 @@ def test_a_token_has_the_same_bits_in_every_pass(family: str, weights: Any) -> N
     assert (
         float((own_V - ours_V).abs().max()) < {"exact": 3e-5, "int8": 2.0, "int4": 4.0}[weights]
     )  # int8 chooses other experts
+    check_same_bits(target)
+
+
+def check_same_bits(target: Target) -> None:
     session = target.open(1)
     session.prefill(0, PROMPT[:5])
     session.prefill(0, PROMPT[5:])

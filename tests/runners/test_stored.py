@@ -29,8 +29,10 @@ from eyas.runners import _packing, cpu, plug_target
 from eyas.runners._decoders import FAMILIES
 from eyas.runners.stored import StoredLinear, stored_in
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
+from gguf_models import write_gguf
 from hub import local_hub
-from quantised_models import SIZES, write_gguf
+from quantised_models import SIZES
+from runners.test_states import check_same_bits
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
@@ -48,6 +50,32 @@ GEMMA4 = {  # layers of every kind: the last ones read keys of earlier ones, and
     **zoo.MIXED, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": zoo.VOCAB, "num_experts": 4, "top_k_experts": 2,
     "moe_intermediate_size": 64,
+}  # fmt: skip
+# sizes of GGUF files with blocks of 256 weights, which hold the values of several heads
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+DELTA_NET = {
+    "layer_types": zoo.STATE_THEN_ATTENTION, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+SHARED = MOE | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+CONV = {
+    "layer_types": zoo.CONV_THEN_ATTENTION,
+    "tie_word_embeddings": True,
+    "rope_parameters": zoo.ROPE | {"rope_type": "default"},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | SHARED,
+    "qwen3_next": DELTA_NET | SHARED,
+    "lfm2": CONV | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONV | SHARED | {"num_dense_layers": 1},
+}
+MIXES = {  # types of matrices that are not Q8_0
+    "one": {},
+    "several": {
+        "attn_qkv": "Q5_K", "attn_gate": "Q4_K", "ssm_beta": "F32", "ssm_alpha": "F32", "ssm_ba": "F32", "ssm_out": "Q6_K",
+        "ffn_down_exps": "Q6_K", "_exps": "Q4_K", "in_proj": "Q4_K", "attn_v": "Q6_K",
+    },
 }  # fmt: skip
 TOKENS = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
 
@@ -194,16 +222,24 @@ def test_gguf_files_of_families(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(scores(llm, PROMPT), scores(plain, PROMPT), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["31B", "E2B"])
+def check_against(own: PreTrainedModel, llm: eyas.LLM) -> None:
+    """The kernels and the stored model have the logits of the model with the numbers of the file, beyond any window."""
+    assert llm.target.runner.name == "kernels"
+    ids = torch.arange(60) % len(TOKENS)
+    with torch.inference_mode():
+        expected, stored = (one(ids[None]).logits[0, -1] for one in (own, llm.target.model))
+    torch.testing.assert_close(scores(llm, ids.tolist()), expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("form", ["31B", "E2B", "26B"])
 def test_gguf_files_of_gemma_4(form: str, tmp_path: Path) -> None:
     """Guards settings that transformers does not read: heads of two sizes, keys that are values, shared keys, angles,
-    factors of layers, numbers of tokens for layers. Expected: the random model with the numbers of the file."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
+    factors of layers, numbers of tokens for layers, experts beside a dense MLP."""
     own_options = {
         "31B": {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
         "E2B": {**GEMMA4, "enable_moe_block": False, "num_experts": None},
+        "26B": {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
     }[form]
     rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0}
     options: dict[str, Any] = zoo.MIXED | own_options | {
@@ -212,59 +248,36 @@ def test_gguf_files_of_gemma_4(form: str, tmp_path: Path) -> None:
             "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
         },
     }  # fmt: skip
-    write_gguf(tmp_path / "model.gguf", "Q8_0", family="gemma4_text", tokens=TOKENS, **options)
-    llm = load(tmp_path / "model.gguf")
-    own = zoo.tiny("gemma4_text", **SIZES, vocab_size=len(TOKENS), **options)
-    form_of_file = GGMLQuantizationType["Q8_0"]
-    for weight in own.parameters():
-        if weight.ndim == 2:
-            weight.data.copy_(torch.from_numpy(dequantize(quantize(weight.data.numpy(), form_of_file), form_of_file)))
-    assert llm.target.runner.name == "kernels"
-    ids = torch.arange(60) % len(TOKENS)
-    with torch.inference_mode():
-        expected, stored = (one(ids[None]).logits[0, -1] for one in (own, llm.target.model))
-    torch.testing.assert_close(scores(llm, ids.tolist()), expected, rtol=1e-4, atol=3e-5)
-    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=3e-5)
-
-
-def test_a_gguf_file_of_gemma_4_with_experts(tmp_path: Path) -> None:
-    """Guards the one line that refuses it, instead of a model without its experts."""
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(tmp_path / "model.gguf", "gemma4")
-    writer.add_expert_count(8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=r"model\.gguf: it has experts"):
-        load(tmp_path / "model.gguf")
+    others = {"_exps": "Q4_0"}
+    own = write_gguf(tmp_path / "model.gguf", family="gemma4_text", tokens=TOKENS, others=others, **options)
+    check_against(own, load(tmp_path / "model.gguf"))
 
 
 def test_a_gguf_file_of_gpt_oss(tmp_path: Path) -> None:
     """Guards files that transformers cannot read, as their RoPE is scaled: sinks, biases of experts in parts, experts in
-    MXFP4, and the configuration. Expected: the random model with the numbers of the file."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
+    MXFP4, and the configuration."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     options: dict[str, Any] = zoo.MIXED | zoo.EXPERTS | {"eager": True, "rope_parameters": yarn | {"truncate": False}}
-    write_gguf(tmp_path / "model.gguf", "MXFP4", family="gpt_oss", tokens=TOKENS, others={"": "Q8_0"}, **options)
+    own = write_gguf(tmp_path / "model.gguf", family="gpt_oss", tokens=TOKENS, others={"_exps": "MXFP4"}, **options)
     with pytest.warns(UserWarning, match="no tokenizer"):
-        llm = eyas.load(tmp_path / "model.gguf", "vanilla")
-    own = zoo.tiny("gpt_oss", **SIZES, vocab_size=len(TOKENS), **options)
-    for name, weight in own.named_parameters():
-        if weight.ndim == 1 or name.endswith(("bias", "router.weight")):
-            continue
-        form = GGMLQuantizationType["MXFP4" if "experts" in name else "Q8_0"]
-        rows = weight.data.mT if "experts" in name else weight.data
-        rows.copy_(torch.from_numpy(dequantize(quantize(rows.contiguous().numpy(), form), form)))
-    assert llm.target.runner.name == "kernels"
-    ids = torch.arange(60) % len(TOKENS)
-    with torch.inference_mode():
-        expected, stored = (one(ids[None]).logits[0, -1] for one in (own, llm.target.model))
-    torch.testing.assert_close(scores(llm, ids.tolist()), expected, rtol=1e-4, atol=3e-5)
-    torch.testing.assert_close(stored, expected, rtol=1e-4, atol=3e-5)
+        check_against(own, eyas.load(tmp_path / "model.gguf", "vanilla"))
+
+
+@pytest.mark.parametrize("others", [*MIXES])
+@pytest.mark.parametrize("family", [*HYBRIDS])
+def test_gguf_files_of_hybrids(family: str, others: str, tmp_path: Path) -> None:
+    """Guards what llama.cpp makes of states: the order of value heads, also within a block of 256 inputs, rates, norms to
+    which 1 is added, tensors in two parts or without sizes of 1. Matrices that are read together have one type or several.
+    Prompts, trees and paths have the same bits, and drafts change no text."""
+    own = write_gguf(
+        tmp_path / "model.gguf", family=family, tokens=TOKENS, others=MIXES[others], **HYBRIDS[family], **WIDE
+    )
+    llm = load(tmp_path / "model.gguf")
+    check_against(own, llm)
+    check_same_bits(llm.target)
+    told = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+    drafted = eyas.load(tmp_path / "model.gguf", "suffix", tokenizer=False)
+    assert drafted.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids == told
 
 
 def test_the_command_line_leaves_weights_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

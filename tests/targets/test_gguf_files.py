@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eyas
 from eyas.errors import OptionError
 from eyas.targets import gguf_files
-from quantised_models import quiet, write_gguf
+from gguf_models import write_gguf
+from quantised_models import quiet
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
 

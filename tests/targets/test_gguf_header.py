@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
 from eyas.errors import ModelError
 from eyas.targets.gguf_files import kept_folder
 from eyas.targets.gguf_header import read_header
-from quantised_models import quiet, write_gguf
+from gguf_models import TOKENS, write_gguf
+from quantised_models import quiet
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (the extra quantised)")
-
-TOKENS = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "ab"]
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from eyas.targets import quantised
 from eyas.targets.fingerprints import base_has_fingerprint, fingerprint, has_fingerprint
 from eyas.targets.loading import load_target
 from eyas.targets.quantised import library_of
-from quantised_models import KINDS, SIZES, _bitsandbytes, load, write_compressed, write_gguf, write_packed
+from gguf_models import write_gguf
+from quantised_models import KINDS, SIZES, _bitsandbytes, load, write_compressed, write_packed
 from reference import SAMPLINGS, plain_decode, run
 from test_lossless import DRAWN, make
 

@@ -92,6 +92,7 @@ class Experts:
         norms: weights, where a layer has a dense MLP too: of the norms of the experts' inputs, of the router's, and of the
             outputs of experts and MLP.
         factor_E: of each expert's weight.
+        bias_E: the weights are sigmoids of the scores, and those with this bias choose the experts.
     """
 
     router: Matrix
@@ -101,6 +102,7 @@ class Experts:
     normed: bool
     norms: tuple[Tensor, ...] = ()
     factor_E: Tensor | None = None
+    bias_E: Tensor | None = None
 
     @cached_property
     def record(self) -> _records.Experts:
@@ -108,7 +110,7 @@ class Experts:
         made = _records.Experts(self.router.record, *map(addressof, arrays), len(self.gate_up), self.top, self.normed)
         if self.norms:
             made.norm, made.router_norm, made.output_norm, made.dense_norm = map(address, self.norms)
-            made.factors = address(self.factor_E)
+        made.factors, made.bias = address(self.factor_E), address(self.bias_E)
         made.arrays = arrays  # they live as long as the record
         return made
 
@@ -122,6 +124,7 @@ class StateLayer:
         conv_tC: weights of the convolution, the oldest input first.
         rate_H: of each value head; the decay is exp(rate * softplus(a + step_bias)).
         norm_v: weight of the norm of outputs.
+        tiled: `o` reads the first value heads of all key heads first, then the second ones.
     """
 
     conv_tC: Tensor
@@ -133,6 +136,7 @@ class StateLayer:
     rate_H: Tensor | None = None
     step_bias_H: Tensor | None = None
     norm_v: Tensor | None = None
+    tiled: bool = False
 
     @property
     def state_size(self) -> int:
@@ -151,7 +155,7 @@ class StateLayer:
         taps, channels = self.conv_tC.shape
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, channels, taps
         tensors = self.conv_tC, self.conv_bias_C, self.rate_H, self.step_bias_H, self.norm_v
-        return _records.StateLayer(*sizes, *map(address, tensors))
+        return _records.StateLayer(*sizes, *map(address, tensors), self.tiled)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class Layer:
         gate_up: both matrices of a gated MLP (`pack_gated`), or the first one of an MLP without gates.
         norm: weight of the norm before attention; None: no norm. The others are as optional.
         window: visible positions; 0: all.
-        k: keys, and `v` values, if they are not in `qkv`.
+        k: keys, and `v` values, if they are not in `qkv`; of a state's projections those that are not there.
         attention_norm: of attention's output, before it is added to x; `output_norm` of the MLP's.
         rope: the pass's table of angles for this layer; -1: queries and keys are not rotated.
         experts: instead of `gate_up` and `down`; with these, too, if they have norms.
@@ -310,7 +314,8 @@ class Layers:
         self._shape = shape.record
         every = [layer.sizes or shape for layer in layers]
         self._shape.stride = max(
-            max(sizes.projected, layer.qkv.padded) for sizes, layer in zip(every, layers, strict=True)
+            max(sizes.projected, sum(m.padded for m in (layer.qkv, layer.k, layer.v) if m is not None))
+            for sizes, layer in zip(every, layers, strict=True)
         )
         self._records = (_records.Layer * len(layers))(*(layer.record for layer in layers))
         self.states = [layer.state for layer in layers if layer.state is not None]

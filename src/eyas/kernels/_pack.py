@@ -44,6 +44,8 @@ def pack(
         memory: makes room for a number of bytes. Where it `is_filled`, they are there already.
     """
     rows = weight_OI if isinstance(weight_OI, Rows) else Rows.of(weight_OI)
+    if rows.column_I is not None:
+        rows = Rows.of(rows.read())
     outputs, inputs = rows.shape
     width = panel()
     padded = outputs + -outputs % width

@@ -56,6 +56,7 @@ class StateLayer(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "channels", "taps")),
         *((name, c_void_p) for name in ("conv", "conv_bias", "rate", "step_bias", "norm")),
+        ("tiled", c_int64),
     )
 
 
@@ -98,7 +99,7 @@ class Experts(ctypes.Structure):
         ("gate_up", c_void_p),
         ("down", c_void_p),
         *((name, c_int64) for name in ("count", "top", "normed")),
-        *((name, c_void_p) for name in ("norm", "router_norm", "output_norm", "dense_norm", "factors")),
+        *((name, c_void_p) for name in ("bias", "norm", "router_norm", "output_norm", "dense_norm", "factors")),
     )
 
 

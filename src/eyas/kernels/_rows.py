@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CDLL, byref, c_int64, c_uint8, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -62,12 +62,14 @@ class Rows:
         address_O: int64; where each row begins, 0 for a row of zeros.
         inputs: I, the weights of a row.
         owner: the object that keeps their memory.
+        column_I: where the weights of `read` lie in a row that is sorted in another way; None: in their order.
     """
 
     type: int
     address_O: Tensor
     inputs: int
     owner: Any = field(repr=False)
+    column_I: Tensor | None = None
 
     @classmethod
     def of(cls, weight_OI: Tensor) -> Rows:
@@ -94,7 +96,7 @@ class Rows:
 
     def take(self, index_O: Tensor | slice) -> Rows:
         """Return some of the rows, in another order or repeated."""
-        return Rows(self.type, self.address_O[index_O].contiguous(), self.inputs, self.owner)
+        return replace(self, address_O=self.address_O[index_O].contiguous())
 
     def read(self) -> Tensor:
         """Return the weights [O, I] in float32."""
@@ -103,7 +105,7 @@ class Rows:
             c_int64(self.type), c_void_p(address(self.address_O, torch.long)), *map(c_int64, self.shape),
             c_void_p(address(weight_OI)), c_int64(torch.get_num_threads()),
         )  # fmt: skip
-        return weight_OI
+        return weight_OI if self.column_I is None else weight_OI[:, self.column_I]
 
     def sample(self, step: int) -> Tensor:
         """Return every step-th weight, row after row."""
@@ -117,4 +119,4 @@ def joined(parts: Sequence[Rows]) -> Rows | None:
     if len({part.type for part in parts}) > 1:
         return None
     addresses = torch.cat([part.address_O for part in parts])
-    return Rows(parts[0].type, addresses, parts[0].inputs, [part.owner for part in parts])
+    return replace(parts[0], address_O=addresses, owner=[part.owner for part in parts])

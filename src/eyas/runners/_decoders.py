@@ -20,9 +20,9 @@ from eyas.core.target import Target
 from eyas.errors import one_line
 from eyas.kernels import HEAD_DIMS, LayerSizes, ThreadCount
 from eyas.runners._comparison import UnsuitedError
-from eyas.runners._layer_settings import layer_windows, norm_eps
+from eyas.runners._layer_settings import layer_windows, norm_eps, rotary_name
 from eyas.runners._packing import Packing
-from eyas.runners.stored import StoredExperts, StoredLinear
+from eyas.runners.stored import StoredExperts, StoredKinds, StoredLinear
 
 __all__ = ["FAMILIES", "angles", "final_norm", "packed_layers", "refuse", "sizes_of", "token_inputs"]
 
@@ -43,7 +43,8 @@ class Decoder:
         interleaved: RoPE rotates neighbours, not halves.
         gated: q_proj also has a gate for each query. The output of attention is multiplied by the gates' sigmoids.
         state: name of the module that some layers have instead of attention; "": there is none.
-        activation: of an MLP that has no module for it.
+        activation: of an MLP, or of experts, that have no module for it.
+        sigmoids: weights of experts are sigmoids, and those with the biases `expert_bias` choose them.
         rotates: whether a layer with this attention rotates queries and keys.
         half_angles: the rotary module gives each angle once.
         scales_queries: by positions, as in Llama 4; all of a head is rotated.
@@ -66,6 +67,7 @@ class Decoder:
     rotates: Callable[[Any], bool] = lambda attention: True
     half_angles: bool = False
     scales_queries: bool = False
+    sigmoids: bool = False
 
 
 GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -73,6 +75,10 @@ OLMO = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # nor
 GLM4 = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 ONE_NORM = ("input_layernorm", "", "", "")
 FUSED = ("gate_up_proj", "down_proj")
+LFM2 = Decoder(
+    ("operator_norm", "", "ffn_norm", ""), head_norms=("q_layernorm", "k_layernorm"), output="out_proj", mlp_name="feed_forward",
+    mlp=("w1", "w3", "w2"), activation="silu", final_norm="embedding_norm", state="conv",
+)  # fmt: skip
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "seed_oss"), Decoder()),
     "arcee": Decoder(mlp=("up_proj", "down_proj")),
@@ -91,10 +97,8 @@ FAMILIES = {
     "gpt_oss": Decoder(half_angles=True),
     "helium": Decoder(interleaved=True),
     "hunyuan_v1_dense": Decoder(head_norms=("query_layernorm", "key_layernorm"), head_norm="after"),
-    "lfm2": Decoder(
-        ("operator_norm", "", "ffn_norm", ""), head_norms=("q_layernorm", "k_layernorm"), output="out_proj", mlp_name="feed_forward",
-        mlp=("w1", "w3", "w2"), activation="silu", final_norm="embedding_norm", state="conv",
-    ),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(LFM2, sigmoids=True),
     "ministral3": Decoder(scales_queries=True),
     "nemotron": Decoder(mlp=("up_proj", "down_proj"), centred=True, plus_one=True),
     "olmo2": Decoder(OLMO, head_norm="whole"),
@@ -150,6 +154,7 @@ class Mixture(NamedTuple):
 
     router: Any
     experts: Any
+    bias: Any = None  # of sigmoids (`Decoder.sigmoids`); None: the weights are a softmax's
 
     @property
     def clamp(self) -> tuple[float, float] | None:
@@ -233,10 +238,11 @@ class State(NamedTuple):
         if hasattr(module, "in_proj_qkvz"):
             heads, group = module.num_k_heads, module.num_v_heads // module.num_k_heads
             keys, values = module.head_k_dim, group * module.head_v_dim
-            qkvz = Part(module.in_proj_qkvz, _by_kind(heads, (keys, keys, values, values)))
-            return cls(
-                module, (qkvz, Part(module.in_proj_ba, _by_kind(heads, (group, group)))), module.conv1d, module.norm
-            )
+            one = module.in_proj_qkvz
+            is_sorted, order = isinstance(one, StoredKinds), _by_kind(heads, (keys, keys, values, values))
+            parts = [Part(part) for part in one.parts] if is_sorted else [Part(one, order)]
+            parts.append(Part(module.in_proj_ba, _by_kind(heads, (group, group))))
+            return cls(module, tuple(parts), module.conv1d, module.norm)
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return cls(module, tuple(Part(getattr(module, name)) for name in names), module.conv1d, module.norm)
 
@@ -385,6 +391,9 @@ def _parts(layer: Any, decoder: Decoder, heads: int, kv_heads: int) -> Parts:
     mlp = getattr(layer, decoder.mlp_name)
     router = "gate" if hasattr(mlp, "gate") else "router"
     mixture = Mixture(getattr(mlp, router), mlp.experts) if hasattr(mlp, "experts") else None
+    if decoder.sigmoids and mixture is not None:
+        none = torch.zeros(mixture.shapes[0][0], dtype=torch.float32, device="cpu")
+        mixture = mixture._replace(bias=getattr(mlp, "expert_bias", none))
     gate, up, down = (None, None, None) if mixture is not None else _dense(mlp, decoder)
     beside = of_tokens = shared = None
     if hasattr(layer, "experts"):
@@ -604,7 +613,7 @@ def _fault(layer: Any, parts: Parts, size: LayerSizes) -> str:
     if parts.sinks is not None and (parts.sinks.shape, parts.sinks.dtype) != ((size.heads,), torch.float32):
         faults.append("its attention has another number of sinks")
     matrices = (part.module for part in parts.linears)
-    others = (*(parts.mixture or ()), *(parts.state or ()), parts.beside and parts.beside.router)
+    others = (*(parts.mixture or ())[:2], *(parts.state or ()), parts.beside and parts.beside.router)
     read = {id(module) for module in (*matrices, *parts.every_norm, *others)}
     for name, module in layer.named_modules():
         is_weight = isinstance(module, nn.Linear) or any(
@@ -627,13 +636,15 @@ def _mixture_fault(mixture: Mixture, D: int, inner: int) -> str:
     """Return the description of experts that do not have these sizes."""
     count = mixture.shapes[0][0]
     fits = mixture.shapes == ((count, D), (count, 2 * inner, D), (count, D, inner))
-    weights = [x for module in mixture for x in module.parameters()]
+    weights = [x for module in mixture[:2] for x in module.parameters()]
     expected = 2 * (not isinstance(mixture.experts, StoredExperts)) + (not isinstance(mixture.router, StoredLinear))
     if mixture.clamp is not None:
         expected += 3  # biases
         shapes = [getattr(bias, "shape", None) for bias in mixture.biases]
         fits &= shapes == [(count,), (count, 2 * inner), (count, D)]
         fits &= mixture.clamp == CLAMP
+    if mixture.bias is not None:
+        fits &= mixture.bias.shape == (count,) and mixture.bias.dtype == torch.float32
     is_known = len(weights) == expected and {x.dtype for x in weights} <= {torch.float32}
     return "" if fits and is_known else one_line(mixture, 120)
 
@@ -685,7 +696,7 @@ def _norm_weights(norm: Any, decoder: Decoder) -> tuple[Tensor | None, Tensor | 
 def angles(target: Target, positions: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [tables, positions, h] in the order of halves, by the model's own rotary module; one table
     for each of `_angle_kinds`, the numbers of narrower heads first. Queries that are scaled have another."""
-    rotary: Any = target.family.base.rotary_emb
+    rotary: Any = getattr(target.family.base, rotary_name(target.family.base))
     at = kernels.floats(1, 1, 1), torch.arange(positions, device="cpu")[None]
     pairs: list[tuple[Tensor, Tensor]] = [rotary(*at, *kind) for kind in _angle_kinds(target)]
     pairs = [_in_halves(pair, _decoder(target).half_angles) for pair in pairs]
@@ -718,7 +729,7 @@ def _query_scales(target: Target, positions: int) -> Tensor:
 
 def _angle_kinds(target: Target) -> list[tuple[str, ...]]:
     """Return the arguments by which the rotary module makes its tables: kinds of layers, if it knows several."""
-    rotary: Any = target.family.base.rotary_emb
+    rotary: Any = getattr(target.family.base, rotary_name(target.family.base))
     if "layer_type" not in inspect.signature(rotary.forward).parameters:
         return [()]
     return [(kind,) for kind in sorted(set(target.model.config.get_text_config(decoder=True).layer_types))]
@@ -772,7 +783,9 @@ def _layer(parts: Parts, decoder: Decoder, place: Place, window: int, rope: int,
     qkv, k, v = _projections(parts, decoder, size, pack)
     norms = [_norm_weights(norm, decoder) for norm in parts.norms]
     q_norm, k_norm = (_norm_weights(norm, decoder)[0] for norm in parts.head_norms)
-    o = pack(parts.o.packed_rows(pack), parts.o.bias)
+    # a state's kernel sorts its outputs as the file does
+    o_rows = parts.o.packed_rows(pack) if parts.state is None else replace(parts.o.packed_rows(pack), column_I=None)
+    o = pack(o_rows, parts.o.bias)
     gate_up, down, experts = _mlp(parts, pack)
     return kernels.Layer(
         qkv=qkv,
@@ -811,7 +824,8 @@ def _state(state: State) -> kernels.StateLayer:
         return kernels.StateLayer(conv_tC, conv_bias_C)
     rate_H, step_bias_H = -state.module.A_log.detach().exp(), state.module.dt_bias.detach().contiguous()
     norm_v = state.gated_norm.weight.detach().contiguous()
-    return kernels.StateLayer(conv_tC, conv_bias_C, *state.sizes, rate_H, step_bias_H, norm_v)
+    tiled = getattr(getattr(state.module.out_proj, "stored_rows", None), "column_I", None) is not None
+    return kernels.StateLayer(conv_tC, conv_bias_C, *state.sizes, rate_H, step_bias_H, norm_v, tiled)
 
 
 def _projections(
@@ -823,12 +837,8 @@ def _projections(
         if decoder.gated:
             orders[0] = _by_kind(size.heads, (size.head_dim, size.head_dim))
         three = [part for part in parts[:3] if part is not None]
-        return _queries_keys_values(three, [*orders, None], pack)
-    rows = [part.packed_rows(pack) for part in parts.state.inputs]
-    biases = [part.bias for part in parts.state.inputs if part.bias is not None]
-    joined = kernels.joined(rows) or kernels.joined([kernels.Rows.of(one.read()) for one in rows])
-    assert joined is not None
-    return pack(joined, torch.cat(biases) if biases else None), None, None
+        return _by_type(three, [*orders, None], pack)
+    return _by_type(parts.state.inputs, [None] * len(parts.state.inputs), pack)
 
 
 def _mlp(parts: Parts, pack: Packing) -> tuple[kernels.Matrix | None, kernels.Matrix | None, kernels.Experts | None]:
@@ -861,6 +871,9 @@ def _experts(mixture: Mixture, inner: int, pack: Packing, beside: Beside | None)
         top=int(router.top_k if beside is None else beside.router.config.top_k_experts),
         normed=bool(getattr(router, "norm_topk_prob", True)),
     )
+    if mixture.bias is not None:
+        factor_E = torch.full_like(mixture.bias, router.routed_scaling_factor)
+        return replace(made, bias_E=mixture.bias.detach().contiguous(), factor_E=factor_E)
     if beside is None:
         return made
     own = beside.router
@@ -883,25 +896,27 @@ def _by_kind(heads: int, widths: Sequence[int]) -> Tensor:
     return torch.cat([part.flatten() for part in torch.split(rows, list(widths), 1)])
 
 
-def _queries_keys_values(
-    three: Sequence[Part], orders: Sequence[Tensor | None], pack: Packing
+def _by_type(
+    inputs: Sequence[Part], orders: Sequence[Tensor | None], pack: Packing
 ) -> tuple[kernels.Matrix, kernels.Matrix | None, kernels.Matrix | None]:
-    """Return one matrix, and keys and values apart where a file has them in other types."""
-    rows, biases = [part.packed_rows(pack) for part in three], [part.bias for part in three]
+    """Return matrices that read one input: neighbours that a file has in one type as one, and three at most."""
+    rows, biases = [part.packed_rows(pack) for part in inputs], [part.bias for part in inputs]
     for i, order in enumerate(orders):
         if order is not None:
             rows[i] = rows[i].take(order)
             biases[i] = None if (bias := biases[i]) is None else bias[order]
-
-    def bias_of(some: Sequence[Tensor | None]) -> Tensor | None:
-        there = [bias for bias in some if bias is not None]
-        return torch.cat(there) if there else None
-
-    if any(len(part) % kernels.panel() for part in rows[:2]):  # they would begin within a panel
-        rows = [part if kernels.joined(rows) else kernels.Rows.of(part.read()) for part in rows]
-    if (joined := kernels.joined(rows)) is not None:
-        return pack(joined, bias_of(biases)), None, None
-    if (joined := kernels.joined(rows[:2])) is not None:
-        return pack(joined, bias_of(biases[:2])), None, pack(rows[2], biases[2])
-    queries, keys, values = (pack(*pair) for pair in zip(rows, biases, strict=True))
-    return queries, keys, values
+    # a matrix begins with a panel
+    while others := [i for i in range(1, len(rows)) if rows[i].type != rows[i - 1].type]:
+        odd = [i for i in others if sum(map(len, rows[:i])) % kernels.panel()]
+        if not odd and len(others) < 3:
+            break
+        for i in odd or others[-1:]:
+            rows[i - 1 : i + 1] = [kernels.Rows.of(one.read()) for one in rows[i - 1 : i + 1]]
+    matrices = list[kernels.Matrix]()
+    for begin, end in itertools.pairwise([0, *others, len(rows)]):
+        joined, some = kernels.joined(rows[begin:end]), [bias for bias in biases[begin:end] if bias is not None]
+        assert joined is not None
+        matrices.append(pack(joined, torch.cat(some) if some else None))
+    first, *rest = matrices
+    second, third = [*rest, None, None][:2]
+    return first, second, third

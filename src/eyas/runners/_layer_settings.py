@@ -9,7 +9,7 @@ import torch
 from eyas.core.families import FULL, SLIDING
 from eyas.core.target import Target
 
-__all__ = ["layer_windows", "norm_eps"]
+__all__ = ["layer_windows", "norm_eps", "rotary_name"]
 
 
 def layer_windows(target: Target) -> list[int]:
@@ -20,6 +20,11 @@ def layer_windows(target: Target) -> list[int]:
     return [
         window if kind == SLIDING else 0 for kind in kinds[: target.num_layers]
     ]  # of a pruned model there may be more
+
+
+def rotary_name(base: Any) -> str:
+    """Return the name of a decoder's module of rotary positions."""
+    return "rotary_emb" if hasattr(base, "rotary_emb") else "pos_emb"
 
 
 def norm_eps(norm: Any) -> float:

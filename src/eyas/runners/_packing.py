@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)  # the command line shows its messages
 
 PAGE = 4096  # bytes; a matrix begins at a multiple
 PIECE = 1 << 26  # bytes that a thread reads at a time
-ORDER = [Path(__file__), Path(__file__).with_name("_decoders.py")]  # which say what lies where in a packed file
+# modules that say what lies where in a packed file
+ORDER = [Path(__file__), *map(Path(__file__).with_name, ("_decoders.py", "stored.py"))]
 COPIED_SHARE = 0.5  # of the free memory, up to which weights are copied
 RESERVE = 1 << 30  # bytes that a process takes besides weights, keys and values
 TOKENS = 4096  # whose keys and values are counted with the weights

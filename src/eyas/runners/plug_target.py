@@ -111,13 +111,13 @@ def _gguf_checkpoint(path: Path, folder: Path) -> Checkpoint | None:
     """Return the model in a file; None, with a logged line, where the kernels do not know its family or its types."""
     about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = about.get("model_type")
-    if kind not in FAMILIES or FAMILIES[kind].state:  # llama.cpp stores the numbers of state layers in other forms
+    if kind not in FAMILIES:
         log.info("%s is converted: the kernels read no files of the family %s", path.name, kind)
         return None
     listed = json.loads((folder / TENSORS).read_text(encoding="utf-8"))
     tensors = {
-        name: Entry(0, number, tuple(shape), offset, heads, more)
-        for name, (number, shape, offset, heads, more) in listed.items()
+        name: Entry(0, number, tuple(shape), offset, tuple(order), columns, change)
+        for name, (number, shape, offset, order, columns, change) in listed.items()
     }
     plain = (0, 1, 30)
     if other := sorted(

@@ -17,7 +17,7 @@ import mmap
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +33,10 @@ from transformers.initialization import no_init_weights
 from eyas.errors import ModelError
 from eyas.files import kept_sha256
 from eyas.kernels import Rows
+from eyas.runners._layer_settings import rotary_name
 
 __all__ = [
-    "INDEX", "Checkpoint", "Entry", "MappedFile", "StoredExperts", "StoredLinear", "few_outputs", "open_safetensors",
+    "INDEX", "Checkpoint", "Entry", "MappedFile", "StoredExperts", "StoredKinds", "StoredLinear", "few_outputs", "open_safetensors",
     "settings_of", "shards_of", "stored_in",
 ]  # fmt: skip
 
@@ -47,6 +48,8 @@ INDEX = "model.safetensors.index.json"
 # names of an expert's matrices: in files by transformers' classes of today, by Mixtral's, and in GGUF files, which hold the
 # matrices of all experts as one tensor
 EXPERTS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+# changes of numbers, and what undoes them
+UNDO: dict[str, Callable[[Tensor], Tensor]] = {"": lambda x: x, "+1": lambda x: x - 1, "-exp": lambda x: (-x).log()}
 WITHIN = ("model.language_model.", "model.")  # a text model's names beside a model of images, and alone
 MIXTRAL = ("mlp.", "block_sparse_moe.")  # a module's name in transformers, and in files
 HEADER = 8  # bytes of a safetensors file that say how long its header is
@@ -59,8 +62,9 @@ class Entry(NamedTuple):
     type: int  # its number in GGUF files
     shape: tuple[int, ...]  # [outputs, inputs], [width] or [experts, outputs, inputs]
     offset: int  # bytes
-    heads: int = 0  # whose rows are in llama.cpp's order, pairs of RoPE side by side; 0: as in transformers
-    more: int = 0  # how much larger its numbers are than in transformers: 1 in norms that multiply by 1 + weight
+    order: tuple[int, ...] = ()  # of its rows in GGUF files (`targets.gguf_files`); (): as in transformers
+    columns: bool = False  # the order is of these
+    change: str = ""  # of its numbers in GGUF files, one of UNDO
 
 
 class MappedFile:
@@ -110,6 +114,22 @@ class StoredLinear(nn.Linear):
             part = self.stored_rows.take(slice(n, n + step)).read()
             y[..., n : n + len(part)] = F.linear(x, part)
         return y if self.bias is None else y + self.bias
+
+
+class StoredKinds(nn.Module):
+    """Linear layers that are one in the model.
+
+    Attributes:
+        place_O: where each output is among theirs.
+    """
+
+    def __init__(self, parts: Sequence[StoredLinear], place_O: Tensor) -> None:
+        super().__init__()
+        self.parts, self.place_O = nn.ModuleList(parts), place_O
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs in the model's order."""
+        return torch.cat([part(x) for part in self.parts], -1)[..., self.place_O]
 
 
 class StoredEmbedding(nn.Embedding):
@@ -213,15 +233,17 @@ class Checkpoint:
         entry = self._entry(name, shape)
         outputs, inputs = shape
         rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, outputs, inputs, self)
-        if not entry.heads:
+        if not entry.order:
             return rows
-        return rows.take(torch.arange(outputs).view(entry.heads, -1, 2).transpose(1, 2).flatten())
+        place = _places(inputs if entry.columns else outputs, entry.order)
+        return replace(rows, column_I=place) if entry.columns else rows.take(place)
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor of any shape in float32. Raise ModelError if there is none of this name and shape."""
         entry = self._entry(name, shape)
         rows = Rows.at(self.files[entry.file].address + entry.offset, entry.type, 1, math.prod(shape), self)
-        return rows.read().view(*shape) - entry.more
+        x = UNDO[entry.change](rows.read().view(*shape))
+        return x[_places(len(x), entry.order)] if entry.order else x
 
     def release(self) -> None:
         """Give back the memory of the pages that were read."""
@@ -242,9 +264,10 @@ class Checkpoint:
         with torch.device("meta"), no_init_weights():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         base = model.get_decoder()
-        base.rotary_emb = type(base.rotary_emb)(config=config)
+        rotary = type(getattr(base, rotary_name(base)))(config=config)
+        setattr(base, rotary_name(base), rotary)
         if self.frequency_factors is not None:
-            base.rotary_emb.inv_freq /= self.frequency_factors
+            rotary.inv_freq /= self.frequency_factors
         for name, module in list(model.named_modules()):
             for child_name, child in list(module.named_children()):
                 self._store(module, child_name, f"{name}.{child_name}".lstrip("."), child, config)
@@ -269,6 +292,9 @@ class Checkpoint:
         key = f"{name}.weight"
         if config.tie_word_embeddings and key not in self.tensors and place == "lm_head":
             key = "model.embed_tokens.weight"
+        if place == "in_proj_qkvz" and key not in self.tensors:
+            setattr(parent, place, self._by_kinds(name, parent))
+            return
         has_parts = place in ("embed_tokens_per_layer", "per_layer_model_projection")  # one for each layer, in Gemma 4
         rows = (self._per_layer if has_parts else self.rows)(key, module.weight.shape)
         if isinstance(module, nn.Embedding):
@@ -285,6 +311,14 @@ class Checkpoint:
         rows = self.rows(name, self.tensors[name].shape if name in self.tensors else shape).take(slice(0, outputs))
         return replace(rows, inputs=inputs)
 
+    def _by_kinds(self, name: str, module: Any) -> StoredKinds:
+        """Return a projection that GGUF files have as two, sorted by kinds and not by heads of keys."""
+        keys, values, D = module.key_dim, module.value_dim, module.hidden_size
+        shapes = {"attn_qkv.weight": (2 * keys + values, D), "attn_gate.weight": (values, D)}
+        parts = [StoredLinear(self.rows(_in_gguf(name, kind), shape), None) for kind, shape in shapes.items()]
+        kinds = torch.split(torch.arange(2 * (keys + values), device="cpu"), [keys, keys, values, values])
+        return StoredKinds(parts, torch.cat([kind.view(module.num_k_heads, -1) for kind in kinds], 1).flatten())
+
     def _experts(self, name: str, module: Any) -> list[list[Rows]]:
         """Return the rows of each expert: gates, ups and downs. Read the biases that GGUF files have in parts."""
         is_gpt_oss, down = hasattr(module, "limit"), module.down_proj
@@ -297,7 +331,8 @@ class Checkpoint:
         shapes = {"gate": (inner, D), "up": (inner, D), "down": (D, inner)}
         if is_gpt_oss:
             gate, up, bias_ED = (
-                self.tensor(f"{_in_gguf(name, kind)}.bias", (count, outputs)) for kind, (outputs, _) in shapes.items()
+                self.tensor(_in_gguf(name, f"ffn_{kind}_exps.bias"), (count, outputs))
+                for kind, (outputs, _) in shapes.items()
             )
             bias_EI2 = torch.stack((gate, up), 2)
             module.gate_up_proj_bias = nn.Parameter(bias_EI2.flatten(1), requires_grad=False)
@@ -308,10 +343,11 @@ class Checkpoint:
         """Return the rows of each expert's matrix of this kind."""
         count, outputs, inputs = shape
         today, mixtral = EXPERTS[kind]
-        whole = f"{_in_gguf(name, kind)}.weight"
-        if whole in self.tensors:
-            rows = Rows.at(self._begin(whole, shape), self.tensors[whole].type, count * outputs, inputs, self)
-            return [rows.take(slice(e * outputs, (e + 1) * outputs)) for e in range(count)]
+        for all_experts, parts, part in ((f"ffn_{kind}_exps", 1, 0), ("ffn_gate_up_exps", 2, int(kind == "up"))):
+            if (whole := _in_gguf(name, f"{all_experts}.weight")) in self.tensors:
+                begin = self._begin(whole, (count, parts * outputs, inputs))
+                rows = Rows.at(begin, self.tensors[whole].type, count * parts * outputs, inputs, self)
+                return _split(rows, outputs)[part::parts]
         stem = today if f"{name}.0.{today}.weight" in self.tensors else mixtral
         return [self.rows(f"{name}.{e}.{stem}.weight", (outputs, inputs)) for e in range(count)]
 
@@ -324,7 +360,7 @@ class Checkpoint:
         row = torch.arange(count * outputs)
         pairs = torch.stack((nibbles + 16 * groups * row, scales + groups * row), 1)
         rows = Rows(MXFP4, pairs.data_ptr() + 16 * row, inputs, (pairs, self))
-        return [rows.take(slice(e * outputs, (e + 1) * outputs)) for e in range(count)]
+        return _split(rows, outputs)
 
     def _begin(self, name: str, shape: Sequence[int]) -> int:
         """Return the address of a tensor."""
@@ -335,15 +371,28 @@ class Checkpoint:
         entry = self.tensors.get(name) or self.tensors.get(name.replace(*MIXTRAL))
         if entry is None:
             raise ModelError(f"{self.files[0].path} lacks the tensor {name}")
-        if entry.shape != tuple(shape):
+        if [n for n in entry.shape if n != 1] != [n for n in shape if n != 1]:  # GGUF files lack sizes of 1
             raise ModelError(f"{self.files[0].path}: {name} is {list(entry.shape)} instead of {list(shape)}")
         return entry
 
 
 def _in_gguf(name: str, kind: str) -> str:
-    """Return the name of a matrix of all experts in GGUF files."""
+    """Return the name of a tensor of this kind in GGUF files, for a module of a layer."""
     at = re.search(r"layers\.(\d+)\.", name)
-    return "" if at is None else f"blk.{at[1]}.ffn_{kind}_exps"
+    return "" if at is None else f"blk.{at[1]}.{kind}"
+
+
+def _split(rows: Rows, outputs: int) -> list[Rows]:
+    """Return the rows of each of several matrices with so many outputs."""
+    return [rows.take(slice(n, n + outputs)) for n in range(0, len(rows), outputs)]
+
+
+def _places(count: int, order: Sequence[int]) -> Tensor:
+    """Return where the rows, or columns, that transformers has one after the other lie in a GGUF file."""
+    begin, parts, groups, members = order
+    place = torch.arange(count, device="cpu")
+    place[begin:] = place[begin:].view(parts, members, groups, -1).transpose(1, 2).flatten()
+    return place
 
 
 def stored_in(model: Any) -> Checkpoint | None:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from eyas.errors import InputError, ModelError, OptionError, one_line
 from eyas.files import CHECKSUMS, kept_sha256, sha256_of_folder, user_cache, write_errors, write_text
 from eyas.locks import prepare_folder
+from eyas.targets.gguf_configs import ARCHITECTURE, own_config
 from eyas.targets.gguf_header import Header, read_header
 from eyas.targets.kept import limit_bytes, remove_unused
 from eyas.targets.pretrained import check_path, one_line_errors, read_model
@@ -47,16 +47,24 @@ __all__ = ["TENSORS", "as_folder", "check_gguf_packages", "kept_folder", "split_
 log = logging.getLogger(__name__)  # the command line shows its messages
 
 TENSORS = "tensors.json"
-ARCHITECTURE = "general.architecture"
-SCALING = ".rope.scaling."
-FORMAT = 8  # version of the kept folders; a folder of another version is made again
+FORMAT = 9  # version of the kept folders; a folder of another version is made again
 ENDS_OF_TURNS = (  # as llama.cpp knows them
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<EOT>",
     "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 # Fields that transformers does not take for every family, and its names for them
 WIDTHS = {".attention.key_length": "head_dim", ".expert_feed_forward_length": "moe_intermediate_size"}
-ADDS_ONE = ("gemma2", "gemma3", "nemotron")  # architectures whose norms multiply by 1 + weight
+TILED = ("qwen35", "qwen35moe")  # architectures whose value heads are in llama.cpp's order
+# architectures whose norms multiply by 1 + weight, but for a state's
+ADDS_ONE = ("gemma2", "gemma3", "nemotron", "qwen3next", *TILED)
+# Tensors of layers that gguf's tables of names lack, in whole or in part
+OF_LAYERS = {
+    "layer_scalar": "layer_output_scale.weight", "self_attn.sinks": "attn_sinks.weight", "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias", "feed_forward.expert_bias": "exp_probs_b.bias",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+}  # fmt: skip
+# Matrices with a row, or a column, for each number of values; two of them have queries and keys first
+OF_VALUES = ("attn_qkv", "ssm_conv1d", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt", "ssm_out")
 # Vocabularies whose digits are split before the rest, which llama.cpp does and transformers does not.
 SPLITS_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
@@ -144,18 +152,13 @@ def _check(source: str | Path, gguf_file: str) -> None:
 def _read_config(path: Path, header: Header) -> PreTrainedConfig:
     """Return the configuration as transformers reads it, from a copy without the tokenizer: transformers takes seconds to
     minutes for the tokens."""
-    if header.values.get(ARCHITECTURE) == "gemma4":
-        with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
-            return _gemma4_config(header, path)
-    is_gpt_oss = header.values.get(ARCHITECTURE) == "gpt-oss"
-    if is_gpt_oss:
-        header = replace(header, parts={name: part for name, part in header.parts.items() if SCALING not in name})
+    with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
+        if (own := own_config(header, path)) is not None:
+            return own
     with tempfile.TemporaryDirectory(prefix="eyas-gguf-") as folder:
         header.write_settings(Path(folder) / path.name)
         with one_line_errors(f"target {str(path.parent)!r} cannot be loaded", path.parent, place=f"{path.name}: "):
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=path.name)
-            if is_gpt_oss:
-                _set_gpt_oss(config, header)
     config.name_or_path = str(path.parent)
     embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
     if embedding is not None:
@@ -165,70 +168,6 @@ def _read_config(path: Path, header: Header) -> PreTrainedConfig:
         if width is not None and hasattr(config, setting):
             setattr(config, setting, int(width))
     return config
-
-
-def _set_gpt_oss(config: PreTrainedConfig, header: Header) -> None:
-    """Set settings that transformers 5.23 does not read: it fails where RoPE is scaled, and has another name for windows."""
-    config.sliding_window = header.values["gpt-oss.attention.sliding_window"]
-    config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": header.values["gpt-oss.rope.freq_base"],
-        "factor": header.values[f"gpt-oss{SCALING}factor"],
-        "original_max_position_embeddings": header.values[f"gpt-oss{SCALING}original_context_length"],
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    }
-
-
-def _gemma4_config(header: Header, path: Path) -> PreTrainedConfig:
-    """Return the configuration of a Gemma 4, for which transformers 5.23 fails or reads a part. Raise ModelError for one
-    with experts."""
-    values = {name.removeprefix("gemma4."): value for name, value in header.values.items()}
-    if values.get("expert_count"):
-        raise ModelError("it has experts, and eyas reads files of Gemma 4 without experts")
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    is_sliding = [bool(one) for one in values["attention.sliding_window_pattern"]]
-    full, heads, inner = is_sliding.index(False), values["attention.head_count_kv"], values["feed_forward_length"]
-    of_layers = heads if isinstance(heads, list) else [heads] * len(is_sliding)
-    widths = inner if isinstance(inner, list) else [inner]
-    factors = tensors["rope_freqs.weight"]  # of the angles of layers without a window: 1, or 1e30 where nothing rotates
-    with path.open("rb") as file:
-        file.seek(factors.offset)
-        rotated = struct.unpack(f"<{factors.shape[0]}f", file.read(4 * factors.shape[0])).count(1.0)
-    rope = {"rope_type": "proportional", "partial_rotary_factor": rotated / factors.shape[0]}
-    numbers = values.get("embedding_length_per_layer_input") or 0
-    special = {f"{kind}_token_id": values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
-    return AutoConfig.for_model(
-        "gemma4_text",
-        name_or_path=str(path.parent),
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        pad_token_id=values.get("tokenizer.ggml.padding_token_id"),
-        **special,
-        hidden_size=values["embedding_length"],
-        intermediate_size=widths[0],
-        use_double_wide_mlp=widths[-1] == 2 * widths[0],
-        num_hidden_layers=len(is_sliding),
-        num_attention_heads=values["attention.head_count"],
-        num_key_value_heads=of_layers[is_sliding.index(True)],
-        num_global_key_value_heads=of_layers[full],
-        head_dim=values["attention.key_length_swa"],
-        global_head_dim=values["attention.key_length"],
-        attention_k_eq_v=f"blk.{full}.attn_v.weight" not in tensors,
-        num_kv_shared_layers=values.get("attention.shared_kv_layers", 0),
-        layer_types=["sliding_attention" if one else "full_attention" for one in is_sliding],
-        sliding_window=values["attention.sliding_window"],
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]},
-            "full_attention": {**rope, "rope_theta": values["rope.freq_base"]},
-        },
-        rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
-        final_logit_softcapping=values.get("final_logit_softcapping"),
-        max_position_embeddings=values["context_length"],
-        hidden_size_per_layer_input=numbers,
-        vocab_size_per_layer_input=tensors["per_layer_token_embd.weight" if numbers else "token_embd.weight"].shape[0],
-        tie_word_embeddings="output.weight" not in tensors,
-    )
 
 
 def _read_tokenizer(path: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
@@ -334,11 +273,12 @@ def _convert(path: Path, folder: Path, weights: bool) -> None:
 
 
 def tensors_of(header: Header, config: Any) -> dict[str, Any]:
-    """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, heads, more].
+    """Return the places of a model's weights in a file, by their names in transformers: [type, shape, offset, order,
+    columns, change].
 
-    heads: the heads whose rows are in llama.cpp's order, pairs of RoPE side by side. 0: the order is transformers'.
+    order: how rows, or `columns`, are sorted (`_order`). []: as in transformers.
 
-    more: 1 where llama.cpp has added 1 to the weight of a norm.
+    change: how llama.cpp has changed each number, "+1" or "-exp". "": not at all.
 
     Raises:
         ModelError: transformers has no name for a tensor.
@@ -356,22 +296,33 @@ def tensors_of(header: Header, config: Any) -> dict[str, Any]:
         stem, _, last = name.rpartition(".")
         if (theirs := known.get_name(stem)) is not None:
             names[f"{theirs}.{last}"] = name
-        elif last in ("layer_scalar", "sinks"):
-            names[f"{known.get_name(name)}.weight"] = name
+        elif (at := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)) and at[2] in OF_LAYERS:
+            names[f"blk.{at[1]}.{OF_LAYERS[at[2]]}"] = name
     found = dict[str, Any]()
     for tensor in header.tensors:
-        counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"} if arch == "llama" else {}
-        count = counts.get(tensor.name.split(".")[-2])
-        permuted = 0 if count is None else getattr(config, count)
-        name = names.get(tensor.name, tensor.name)
-        found[name] = [
-            tensor.kind,
-            [*tensor.shape],
-            tensor.offset,
-            permuted,
-            int(arch in ADDS_ONE and tensor.name.endswith("norm.weight")),
-        ]
+        place = tensor.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        adds_one = arch in ADDS_ONE and tensor.name.endswith("norm.weight") and place != "ssm_norm"
+        change = "+1" if adds_one else "-exp" if place == "ssm_a" else ""
+        order = _order(place, tensor.shape[0], arch, config)
+        found[names.get(tensor.name, tensor.name)] = [
+            tensor.kind, [*tensor.shape], tensor.offset, order, place == "ssm_out", change,
+        ]  # fmt: skip
     return found
+
+
+def _order(place: str, rows: int, arch: str, config: Any) -> list[int]:
+    """Return how llama.cpp has sorted the rows of a tensor, or its columns: [begin, parts, groups, members]. From row
+    `begin` on, the file has the first members of all groups, then the second ones, in each of equal parts. transformers has
+    each group's members side by side. []: both have one order."""
+    counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    if arch == "llama" and place in counts:  # pairs of RoPE are side by side
+        heads = getattr(config, counts[place])
+        return [0, heads, 2, rows // heads // 2]
+    if arch not in TILED or place not in OF_VALUES:
+        return []
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads  # groups share a head of keys
+    begin = 2 * keys * config.linear_key_head_dim if place in OF_VALUES[:2] else 0
+    return [begin, 1, keys, values // keys] if keys < values else []
 
 
 def _ends(header: Header, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -387,23 +387,27 @@ static void add_branch(const float* norm, const Shape& s, int64_t M, float* y, f
     }
 }
 
-// The experts of a token, ascending, and their weights, from the router's scores.
-static void choose_experts(const Experts& e, const float* score, int64_t* chosen, float* weight) {
-    float largest = score[0], total = 0;
+// The experts of a token, ascending, and their weights, from the router's scores, which it changes.
+static void choose_experts(const Experts& e, float* score, int64_t* chosen, float* weight) {
+    float largest = score[0], total = e.bias ? 1e-6f : 0;
     for (int64_t i = 1; i < e.count; i++) largest = std::max(largest, score[i]);
+    for (int64_t i = 0; e.bias && i < e.count; i++) score[i] = 1.0f / (1.0f + std::exp(-score[i]));
+    const auto rank = [&](int64_t i) { return e.bias ? score[i] + e.bias[i] : score[i]; };
+    const auto part = [&](int64_t i) { return e.bias ? score[i] : std::exp(score[i] - largest); };
     for (int64_t j = 0; j < e.top; j++) {
         int64_t best = -1;
         for (int64_t i = 0; i < e.count; i++)
-            if ((best < 0 || score[i] > score[best]) && std::find(chosen, chosen + j, i) == chosen + j)
+            if ((best < 0 || rank(i) > rank(best)) && std::find(chosen, chosen + j, i) == chosen + j)
                 best = i;
         chosen[j] = best;
     }
     std::sort(chosen, chosen + e.top);
-    for (int64_t j = 0; j < e.top; j++) weight[j] = std::exp(score[chosen[j]] - largest);
+    for (int64_t j = 0; j < e.top; j++) weight[j] = part(chosen[j]);
     if (e.normed)
         for (int64_t j = 0; j < e.top; j++) total += weight[j];
+    else if (e.bias) total = 1;
     else
-        for (int64_t i = 0; i < e.count; i++) total += std::exp(score[i] - largest);
+        for (int64_t i = 0; i < e.count; i++) total += part(i);
     for (int64_t j = 0; j < e.top; j++) {
         weight[j] /= total;
         if (e.factors) weight[j] *= e.factors[chosen[j]];
@@ -536,9 +540,9 @@ static void decoder_layer(const Layer& layer, const Pass& p, const KVCache& c, c
         before_mlp{layer.mlp_norm, layer.mlp_norm_bias, s.eps, s.centred != 0};
     if (!input) input = layer.norm ? normed_rows(thread, x, before, M, D, p.normed) : x;
     linear(layer.qkv, input, layer.qkv.inputs, M, p.qkv, s.stride, STORE);
-    const int64_t k = s.keys(), v = k + s.kv_heads * s.head_dim;
-    if (layer.k.data) linear(layer.k, input, D, M, p.qkv + k, s.stride, STORE);
-    if (layer.v.data) linear(layer.v, input, D, M, p.qkv + v, s.stride, STORE);
+    float *k = p.qkv + layer.qkv.outputs, *v = k + layer.k.outputs;
+    if (layer.k.data) linear(layer.k, input, D, M, k, s.stride, STORE);
+    if (layer.v.data) linear(layer.v, input, D, M, v, s.stride, STORE);
     if (layer.state.taps) states->run(layer, s, p);
     else run_attention(layer, s, p, c, thread);
     if (s.adds_plainly(layer.attention_norm)) {

@@ -43,6 +43,7 @@ struct Experts {
     const Matrix *gate_up, *down;  // [count]
     int64_t count, top;
     int64_t normed;  // a token's weights sum to 1; otherwise they are probabilities among all experts
+    const float* bias;  // the weights are sigmoids, and those with this bias choose the experts; null: softmax
     // Of experts beside a dense MLP, which all read x (Gemma 4); null: there is no dense MLP. Norms of
     // what the experts read, of what the router reads, and of the outputs of experts and dense MLP;
     // the factor of each expert's weight
@@ -58,6 +59,7 @@ struct StateLayer {
     const float* conv_bias;  // [channels], or null
     // of value heads: the decay is exp(rate * softplus(a + step_bias)); the norm's weight
     const float *rate, *step_bias, *norm;
+    int64_t tiled;  // o has the first value heads of all key heads first, then the second ones
 };
 
 // Where queries and keys are normed: each head before or after it is rotated, or all heads as one.
@@ -98,7 +100,7 @@ struct Layer {
     // gate_up: panels hold LANES gates, then the LANES ups beside them; of an MLP without gates its
     // first matrix
     Matrix qkv, o, gate_up, down;
-    Matrix k, v;  // if they are not in qkv, which then holds queries, or queries and keys
+    Matrix k, v;  // what a file has in other types than qkv, whose outputs theirs follow; without data: nothing
     const float *norm, *mlp_norm, *q_norm, *k_norm;  // weights of norms; null: no norm
     int64_t window;  // visible positions, the query's own included; 0: all
     const float *norm_bias, *mlp_norm_bias;         // of norms that are centred; null: none

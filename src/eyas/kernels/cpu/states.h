@@ -261,10 +261,11 @@ struct DeltaHeads {
                     update_state(from, l.key_dim, decays[n], projected + k_at, delta, place(to));
             }
         }
+        const int64_t place = l.tiled ? head % group * l.key_heads + key_head : head;
         for (int64_t n = 0; n < count; n++) {
             if (!row.states.commits) row.record(row.old() + n)[decay_at(head)] = decays[n];
             const float *x = row.projected(n) + v_at(head), *z = x + values;
-            float* out = row.p.context + (row.p.first(row.r) + n) * values + head * l.value_dim;
+            float* out = row.p.context + (row.p.first(row.r) + n) * values + place * l.value_dim;
             rms_norm(x, l.norm, l.value_dim, row.s.eps, out);
             for (int64_t i = 0; i < l.value_dim; i += LANES) {
                 const FloatVec gate = load(z + i);

@@ -167,7 +167,9 @@ class DotGroup<CHUNKS, true> {
     NOINLINE void add_products(const uint8_t (*weight)[DIGITS][SLOTS * 2 / DIGITS],
                                       const uint8_t* values, int64_t slots, float scale, float* to) {
         constexpr int N = R * DIGITS;
-        IntVec a[N][2] = {};
+        IntVec a[N][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < N; i++) a[i][0] = a[i][1] = IntVec{};
         for (int64_t at = 0; at < 4 * slots / DOT_INPUTS; at += 4, values += DOT_INPUTS * PANEL) {
             const IntVec first = dot_weights(values), second = dot_weights(values + DOT_INPUTS * LANES);
 #pragma GCC unroll 12
@@ -178,8 +180,10 @@ class DotGroup<CHUNKS, true> {
                 else add_dot(a[i][0], first, x), add_dot(a[i][1], second, x);
             }
         }
+#pragma GCC unroll 12
         for (int m = 0; m < R; m++)
-            for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {  // unrolled, or accumulators would stay in memory
                 IntVec sum = a[m * DIGITS][half];
                 if (BYTES) sum += a[m * DIGITS + DIGITS - 1][half] << 8;
                 float* at = to + m * H + half * LANES;

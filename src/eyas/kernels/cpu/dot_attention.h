@@ -70,6 +70,7 @@ class DotGroup<CHUNKS, true> {
     static constexpr bool BYTES = DOT_INPUTS == 4;  // products of bytes, else of 16-bit integers
     static constexpr int H = CHUNKS * LANES, LIMBS = 2, DIGITS = digits_of<LIMBS>, SLOTS = 2 * LANES,
                          WIDTH = 4 * LANES, ROWS = PanelFormat<Int8Dot<LIMBS>>::tile_rows;
+    static constexpr int64_t AHEAD = 3 * SLOTS * (H + sizeof(float));  // bytes: what is prefetched
     static constexpr float LARGEST = BYTES ? 65535 : 32767;  // of the weights as integers
 
     const float* const* query;
@@ -105,6 +106,7 @@ class DotGroup<CHUNKS, true> {
                 for (int j = 0; j < LANES; j++) {
                     ByteVec bytes;
                     std::memcpy(&bytes, key[half * LANES + j] + d, WIDTH);
+                    __builtin_prefetch(key[half * LANES + j] + d + AHEAD);
                     words[j] = (FloatVec)(bytes ^ (uint8_t)INT8_ZERO);
                 }
                 transpose(words);
@@ -129,7 +131,10 @@ class DotGroup<CHUNKS, true> {
         for (int64_t j = 0; j < slots; j += DOT_INPUTS)
             for (int d = 0; d < H; d += WIDTH) {
                 ByteVec x[DOT_INPUTS];
-                for (int i = 0; i < DOT_INPUTS; i++) std::memcpy(x + i, value[j + i] + d, WIDTH);
+                for (int i = 0; i < DOT_INPUTS; i++) {
+                    std::memcpy(x + i, value[j + i] + d, WIDTH);
+                    __builtin_prefetch(value[j + i] + d + AHEAD);
+                }
                 uint8_t *first = panel + d * SLOTS + j * PANEL, *second = first + PANEL * SLOTS;
                 const ByteVec low = interleaved<ByteVec, 0>(x[0], x[1]),
                               high = interleaved<ByteVec, 1>(x[0], x[1]);
@@ -232,22 +237,26 @@ class DotGroup<CHUNKS, true> {
         for (int64_t begin = 0; begin < slots; begin += SLOTS) {
             const int64_t used = std::min<int64_t>(SLOTS, slots - begin),
                           padded = (used + LANES - 1) / LANES * LANES;
-            alignas(64) float factor[SLOTS] = {};
-            float largest = 1e-30f, broken = 0;
-            for (int64_t j = 0; j < used; j++) {
-                factor[j] = slot_scale(value[begin + j], H);
-                largest = std::max(largest, factor[j]);
-                broken += factor[j] * 0;
+            alignas(64) float factor[SLOTS];
+            for (int64_t j = 0; j < SLOTS; j++)
+                factor[j] = j < used ? slot_scale(value[begin + j], H) : 0;
+            FloatVec most = broadcast(1e-30f), broken = {};
+            for (int j = 0; j < SLOTS; j += LANES) {
+                const FloatVec scale = load(factor + j);
+                most = scale > most ? scale : most;
+                broken = fma(scale, FloatVec{}, broken);
             }
-            for (int64_t j = 0; j < used; j++) factor[j] *= LARGEST / largest;
+            const float largest = horizontal_max(most),
+                        scale = largest / LARGEST + horizontal_sum(broken);
+            for (int j = 0; j < SLOTS; j += LANES)
+                store(factor + j, load(factor + j) * (LARGEST / largest));
             pack_values(value + begin, padded);
             for (int64_t n = first; n < first + count; n++)
                 round_weights(weight[n] + place + begin, factor, padded, n);
             for (int d = 0; d < H; d += PANEL)
                 for (int64_t n = first; n < first + count; n += ROWS)
                     add_products_of<ROWS>(std::min<int64_t>(ROWS, first + count - n), weights + n,
-                                          panel + d * SLOTS, padded, largest / LARGEST + broken,
-                                          out[n] + d);
+                                          panel + d * SLOTS, padded, scale, out[n] + d);
         }
     }
 

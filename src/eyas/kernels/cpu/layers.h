@@ -42,10 +42,8 @@ static inline void write_slot(char* to, int64_t type, const float* x, int64_t h)
             sizes = size > sizes ? size : sizes;
             broken = fma(value, FloatVec{}, broken);
         }
-        float largest = sizes[0];
-        for (int i = 1; i < LANES; i++) largest = std::max(largest, sizes[i]);
-        const float nothing = horizontal_sum(broken), scale = largest / 127 + nothing,
-                    factor = nothing == 0 ? 127 / largest : 0;
+        const float largest = horizontal_max(sizes), nothing = horizontal_sum(broken),
+                    scale = largest / 127 + nothing, factor = nothing == 0 ? 127 / largest : 0;
         for (int64_t d = 0; d < h; d++)
             to[d] = (char)(nothing == 0 ? (int)std::nearbyint(x[d] * factor) : 0);
         std::memcpy(to + h, &scale, sizeof scale);
@@ -171,8 +169,7 @@ static inline float exp_inplace(float* scores, int64_t count, float sink) {
     FloatVec largest = load(scores), total = {};
     for (int64_t i = LANES; i < count; i += LANES)
         largest = load(scores + i) > largest ? load(scores + i) : largest;
-    float top = largest[0];
-    for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    float top = horizontal_max(largest);
     top = sink > top ? sink : top;
     for (int64_t i = 0; i < count; i += LANES) {
         FloatVec e = exp_vec(load(scores + i) - top);
@@ -340,7 +337,7 @@ struct QueryGroup {
             const Widened<CHUNKS> values(value, count, type);
             add_values(scores_at + from, pairs, place, values.at, count, out + from);
         };
-        for_shared_slots<4 * LANES>(
+        for_shared_slots<2 * LANES>(
             values, [&](int64_t place, const char* const* value, int64_t count) {
                 add(0, pairs, place, value, count);
             });

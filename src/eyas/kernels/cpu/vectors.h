@@ -79,6 +79,12 @@ static inline float horizontal_sum(FloatVec v) {
     return v[0];
 }
 
+static inline float horizontal_max(FloatVec v) {
+    float largest = v[0];
+    for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+}
+
 // tanh x = (1 - t) / (1 + t), t = exp(-2 |x|); near 0 by its series.
 static inline FloatVec tanh_vec(FloatVec x) {
     const FloatVec zero = {}, size = x < zero ? -x : x, t = exp_vec(-2.0f * size), squared = x * x,

@@ -34,6 +34,62 @@ INLINE void transpose(FloatVec* rows) {
     if constexpr (SIZE > 1) transpose<SIZE / 2>(rows);
 }
 
+// Slots ahead of those that are read, which are fetched from memory.
+constexpr int64_t SLOTS_AHEAD = 6 * LANES;
+
+// The numbers of 2 * LANES slots, BYTES of each, side by side: put(number of a word of 4 bytes, half, the
+// words of this half of the slots). stride: bytes from a slot to the next one in the cache.
+template <int BYTES, class Put>
+INLINE void pack_slots(const char* const* slot, int64_t stride, Put put) {
+    for (int half = 0; half < 2; half++, slot += LANES)
+        for (int64_t at = 0; at < BYTES; at += sizeof(FloatVec)) {
+            FloatVec words[LANES];
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) {
+                words[j] = load((const float*)(slot[j] + at));
+                __builtin_prefetch(slot[j] + at + SLOTS_AHEAD * stride);
+            }
+            transpose(words);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) put(at / 4 + i, half, words[i]);
+        }
+}
+
+// The scores of a group of (query, head) pairs with keys in bfloat16, by the tiles of linear layers: keys
+// become a panel, so no sums within vectors are needed.
+template <int CHUNKS>
+class PanelGroup {
+    static constexpr int H = CHUNKS * LANES;
+    const float* const* query;
+    const int64_t pairs;
+    bool begun = false;
+    alignas(64) float x[MAX_PAIRS][H];
+    alignas(64) uint16_t panel[PANEL * H];
+
+   public:
+    PanelGroup(const float* const* query, int64_t pairs) : query(query), pairs(pairs) {}
+
+    static bool suits(int64_t type) { return CHUNKS % 2 == 0 && type == BFLOAT16; }
+
+    // As in DotGroup.
+    void score(int64_t first, int64_t count, float* const* score, int64_t place,
+               const char* const* key) {
+        for (int64_t n = 0; !begun && n < pairs; n++) std::memcpy(x[n], query[n], sizeof x[n]);
+        begun = true;
+        pack_slots<CHUNKS % 2 ? 0 : 2 * H>(
+            key, 2 * H, [&](int64_t word, int half, FloatVec two) INLINE_LAMBDA {
+                store((float*)panel + word * PANEL + half * LANES, two);
+            });
+        const Matrix none{};
+        for (int64_t n = first; n < first + count; n += TILE_ROWS)
+            multiply_rows<uint16_t, TILE_ROWS>(
+                std::min<int64_t>(TILE_ROWS, first + count - n),
+                {x[n], H, nullptr, nullptr, nullptr, &none}, panel, H, {(const char*)panel, 0},
+                nullptr, nullptr, score[n] + place, count > 1 ? score[first + 1] - score[first] : 0,
+                STORE);
+    }
+};
+
 #if defined(__AVX2__)
 typedef uint8_t ByteVec __attribute__((vector_size(4 * LANES)));
 typedef int16_t ShortVec __attribute__((vector_size(4 * LANES)));
@@ -70,7 +126,6 @@ class DotGroup<CHUNKS, true> {
     static constexpr bool BYTES = DOT_INPUTS == 4;  // products of bytes, else of 16-bit integers
     static constexpr int H = CHUNKS * LANES, LIMBS = 2, DIGITS = digits_of<LIMBS>, SLOTS = 2 * LANES,
                          WIDTH = 4 * LANES, ROWS = PanelFormat<Int8Dot<LIMBS>>::tile_rows;
-    static constexpr int64_t AHEAD = 3 * SLOTS * (H + sizeof(float));  // bytes: what is prefetched
     static constexpr float LARGEST = BYTES ? 65535 : 32767;  // of the weights as integers
 
     const float* const* query;
@@ -99,31 +154,18 @@ class DotGroup<CHUNKS, true> {
     }
 
     void pack_keys(const char* const* key) {
-        for (int half = 0; half < 2; half++)
-            for (int d = 0; d < H; d += WIDTH) {
-                FloatVec words[LANES];
-#pragma GCC unroll 16
-                for (int j = 0; j < LANES; j++) {
-                    ByteVec bytes;
-                    std::memcpy(&bytes, key[half * LANES + j] + d, WIDTH);
-                    __builtin_prefetch(key[half * LANES + j] + d + AHEAD);
-                    words[j] = (FloatVec)(bytes ^ (uint8_t)INT8_ZERO);
-                }
-                transpose(words);
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) {
-                    uint8_t* to = panel + (d + 4 * i) * SLOTS + half * LANES * DOT_INPUTS;
-                    if (BYTES) {
-                        store((float*)to, words[i]);
-                        continue;
-                    }
-                    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-                    const FewShorts twos[2] = {every_second<0>((ShortVec)words[i], lanes),
-                                               every_second<1>((ShortVec)words[i], lanes)};
-                    std::memcpy(to, twos, sizeof twos[0]);
-                    std::memcpy(to + 2 * SLOTS, twos + 1, sizeof twos[1]);
-                }
+        pack_slots<H>(key, H + sizeof(float), [&](int64_t word, int half, FloatVec four) INLINE_LAMBDA {
+            uint8_t* to = panel + word * 4 * SLOTS + half * LANES * DOT_INPUTS;
+            if constexpr (BYTES) {
+                store((float*)to, (FloatVec)((ByteVec)four ^ (uint8_t)INT8_ZERO));
+            } else {
+                constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+                const FewShorts twos[2] = {every_second<0>((ShortVec)four, lanes),
+                                           every_second<1>((ShortVec)four, lanes)};
+                std::memcpy(to, twos, sizeof twos[0]);
+                std::memcpy(to + 2 * SLOTS, twos + 1, sizeof twos[1]);
             }
+        });
     }
 
     // Slots side by side as a dot product takes them. Of each 16 dims a vector has 4 or 8 (GROUP).
@@ -133,7 +175,7 @@ class DotGroup<CHUNKS, true> {
                 ByteVec x[DOT_INPUTS];
                 for (int i = 0; i < DOT_INPUTS; i++) {
                     std::memcpy(x + i, value[j + i] + d, WIDTH);
-                    __builtin_prefetch(value[j + i] + d + AHEAD);
+                    __builtin_prefetch(value[j + i] + d + SLOTS_AHEAD * (H + sizeof(float)));
                 }
                 uint8_t *first = panel + d * SLOTS + j * PANEL, *second = first + PANEL * SLOTS;
                 const ByteVec low = interleaved<ByteVec, 0>(x[0], x[1]),

@@ -202,6 +202,7 @@ struct QueryGroup {
 
     bool tiled() const { return TileGroup<CHUNKS>::suits(type); }
     bool dotted() const { return DotGroup<CHUNKS>::suits(type); }
+    bool panelled() const { return !tiled() && PanelGroup<CHUNKS>::suits(type); }
 
     // a multiple of what is read at once from `begin` on; the rest is read with the other slots
     int64_t shared_slots() const {
@@ -209,7 +210,7 @@ struct QueryGroup {
         for (int64_t n = 0; n < queries; n++)
             if (const void* hidden = std::memchr(visible_to(n), 0, nodes))
                 nodes = (const uint8_t*)hidden - visible_to(n);
-        const int64_t unit = tiled() || dotted() ? 2 * LANES : LANES;
+        const int64_t unit = type == FLOAT32 ? LANES : 2 * LANES;
         return begin + (p.length[row] + nodes - begin) / unit * unit;
     }
 
@@ -304,11 +305,13 @@ struct QueryGroup {
         }
         TileGroup<CHUNKS> tiles(query, pairs);
         DotGroup<CHUNKS> dots(query, pairs);
+        PanelGroup<CHUNKS> panels(query, pairs);
         const auto score_keys = [&](int64_t from, int64_t pairs, int64_t place,
                                     const char* const* key, int64_t count) {
             if (tiled() && count == 2 * LANES)
                 return tiles.score(from, pairs, scores_at, place, key);
             if (dotted()) return dots.score(from, pairs, scores_at, place, key);
+            if (panelled()) return panels.score(from, pairs, scores_at, place, key);
             const Widened<CHUNKS> keys(key, count, type);
             for (int64_t i = 0; i < count; i += LANES)
                 score(query + from, scores_at + from, pairs, place + i, keys.at + i);
@@ -337,7 +340,7 @@ struct QueryGroup {
             const Widened<CHUNKS> values(value, count, type);
             add_values(scores_at + from, pairs, place, values.at, count, out + from);
         };
-        for_shared_slots<2 * LANES>(
+        for_shared_slots<4 * LANES>(
             values, [&](int64_t place, const char* const* value, int64_t count) {
                 add(0, pairs, place, value, count);
             });

@@ -34,20 +34,17 @@ INLINE void transpose(FloatVec* rows) {
     if constexpr (SIZE > 1) transpose<SIZE / 2>(rows);
 }
 
-// Slots ahead of those that are read, which are fetched from memory.
-constexpr int64_t SLOTS_AHEAD = 6 * LANES;
-
 // The numbers of 2 * LANES slots, BYTES of each, side by side: put(number of a word of 4 bytes, half, the
-// words of this half of the slots). stride: bytes from a slot to the next one in the cache.
-template <int BYTES, class Put>
-INLINE void pack_slots(const char* const* slot, int64_t stride, Put put) {
+// words of this half of the slots). ahead: how many bytes later memory is fetched; 0: it is not.
+template <int BYTES, int AHEAD, class Put>
+INLINE void pack_slots(const char* const* slot, Put put) {
     for (int half = 0; half < 2; half++, slot += LANES)
         for (int64_t at = 0; at < BYTES; at += sizeof(FloatVec)) {
             FloatVec words[LANES];
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) {
                 words[j] = load((const float*)(slot[j] + at));
-                __builtin_prefetch(slot[j] + at + SLOTS_AHEAD * stride);
+                if (AHEAD) __builtin_prefetch(slot[j] + at + AHEAD);
             }
             transpose(words);
 #pragma GCC unroll 16
@@ -76,8 +73,8 @@ class PanelGroup {
                const char* const* key) {
         for (int64_t n = 0; !begun && n < pairs; n++) std::memcpy(x[n], query[n], sizeof x[n]);
         begun = true;
-        pack_slots<CHUNKS % 2 ? 0 : 2 * H>(
-            key, 2 * H, [&](int64_t word, int half, FloatVec two) INLINE_LAMBDA {
+        pack_slots<CHUNKS % 2 ? 0 : 2 * H, 0>(
+            key, [&](int64_t word, int half, FloatVec two) INLINE_LAMBDA {
                 store((float*)panel + word * PANEL + half * LANES, two);
             });
         const Matrix none{};
@@ -126,6 +123,8 @@ class DotGroup<CHUNKS, true> {
     static constexpr bool BYTES = DOT_INPUTS == 4;  // products of bytes, else of 16-bit integers
     static constexpr int H = CHUNKS * LANES, LIMBS = 2, DIGITS = digits_of<LIMBS>, SLOTS = 2 * LANES,
                          WIDTH = 4 * LANES, ROWS = PanelFormat<Int8Dot<LIMBS>>::tile_rows;
+    // slots are no whole cache lines, and processors do not fetch them early enough by themselves
+    static constexpr int AHEAD = 3 * SLOTS * (H + sizeof(float));
     static constexpr float LARGEST = BYTES ? 65535 : 32767;  // of the weights as integers
 
     const float* const* query;
@@ -154,7 +153,7 @@ class DotGroup<CHUNKS, true> {
     }
 
     void pack_keys(const char* const* key) {
-        pack_slots<H>(key, H + sizeof(float), [&](int64_t word, int half, FloatVec four) INLINE_LAMBDA {
+        pack_slots<H, AHEAD>(key, [&](int64_t word, int half, FloatVec four) INLINE_LAMBDA {
             uint8_t* to = panel + word * 4 * SLOTS + half * LANES * DOT_INPUTS;
             if constexpr (BYTES) {
                 store((float*)to, (FloatVec)((ByteVec)four ^ (uint8_t)INT8_ZERO));
@@ -175,7 +174,7 @@ class DotGroup<CHUNKS, true> {
                 ByteVec x[DOT_INPUTS];
                 for (int i = 0; i < DOT_INPUTS; i++) {
                     std::memcpy(x + i, value[j + i] + d, WIDTH);
-                    __builtin_prefetch(value[j + i] + d + SLOTS_AHEAD * (H + sizeof(float)));
+                    __builtin_prefetch(value[j + i] + d + AHEAD);
                 }
                 uint8_t *first = panel + d * SLOTS + j * PANEL, *second = first + PANEL * SLOTS;
                 const ByteVec low = interleaved<ByteVec, 0>(x[0], x[1]),

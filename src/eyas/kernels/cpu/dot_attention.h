@@ -263,9 +263,10 @@ class DotGroup<CHUNKS, true> {
                           end = std::min(first + count, n + rows);
             const bool whole = end - from == rows;
             const TileInput in{nullptr, 0, digits + n * H * 2, x_scale + n, initial + n * DIGITS, &none};
-            multiply_rows<Int8Dot<LIMBS>, ROWS>(
-                rows, in, (const Int8Dot<LIMBS>*)panel, H, {(const char*)panel, 0}, scale, nullptr,
-                whole ? score[n] + place : some[0], !whole ? SLOTS : rows > 1 ? score[n + 1] - score[n] : 0, STORE);
+            float* to = whole ? score[n] + place : some[0];
+            const int64_t ldy = !whole ? SLOTS : rows > 1 ? score[n + 1] - score[n] : 0;
+            multiply_rows<Int8Dot<LIMBS>, ROWS>(rows, in, (const Int8Dot<LIMBS>*)panel, H,
+                                                {(const char*)panel, 0}, scale, nullptr, to, ldy, STORE);
             for (int64_t i = from; !whole && i < end; i++)
                 std::memcpy(score[i] + place, some[i - n], sizeof some[0]);
         }

@@ -45,8 +45,9 @@ def front() -> Iterator[str]:
 def quality() -> Iterator[str]:
     """Yield the table of rounded weights."""
     labels = {"int8": "eyas int8", "q8_0": "llama.cpp q8_0", "int4": "eyas int4", "q4_0": "llama.cpp q4_0"}
+    labels |= {f"kv {form}": f"eyas, `--kv {form}`" for form in ("bfloat16", "int8")}
     for row in record("quality_smollm2")["rows"][1:]:
-        digits, (ratio, low, high) = 3 if row["weights"] in ("int8", "q8_0") else 2, row["over_exact"]
+        digits, (ratio, low, high) = 2 if "4" in row["weights"] else 3, row["over_exact"]
         interval = f"{ratio:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
         yield line(labels[row["weights"]], [interval, f"{100 * row['same_token']:.0f} %"])
 

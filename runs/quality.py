@@ -4,8 +4,9 @@ python runs/quality.py --output docs/results/quality_smollm2.json          SmolL
 python runs/quality.py --target MODEL --texts mine/*.txt --output FILE     another model, other texts
 python runs/quality.py --target FILE.gguf --llama-cpp BUILD --output FILE  the file's own numbers, next to llama.cpp's
 
-It compares the formats of eyas (--weights int8, int4) with llama.cpp's q8_0 and q4_0, which gguf's reference code
-rounds. Both round every matrix of the layers and of the head. Each text is read as it is, to --tokens tokens.
+It compares the formats of eyas (--weights int8, int4, and --kv bfloat16, int8 with exact weights) with llama.cpp's q8_0
+and q4_0, which gguf's reference code rounds.
+Both round every matrix of the layers and of the head. Each text is read as it is, to --tokens tokens.
 
 With --llama-cpp, the build folder of llama.cpp, the texts are one text, and both engines read it as llama-perplexity
 does: chunks of --tokens tokens, of which the second half counts.
@@ -30,16 +31,19 @@ from transformers import PreTrainedModel
 import eyas
 from eyas.api import LLM
 
-OURS, THEIRS = ("int8", "int4"), ("q8_0", "q4_0")
+OURS, KV, THEIRS = ("int8", "int4"), ("kv bfloat16", "kv int8"), ("q8_0", "q4_0")
 OF_FILES: dict[str, dict[str, str]] = {
     "eyas": {},
     "eyas, inputs int8": {"activations": "int8"},
     "eyas, keys and values bfloat16": {"kv": "bfloat16"},
+    "eyas, keys and values int8": {"kv": "int8"},
 }
 
 
 def loaded(target: str, how: str) -> LLM:
-    """Return the target with its weights as they are, or rounded."""
+    """Return the target with its weights as they are, or rounded; or with rounded keys and values."""
+    if how in KV:
+        return eyas.load(target, method="vanilla", kernels="on", kv=how.removeprefix("kv "))
     if how in OURS:
         return eyas.load(target, method="vanilla", weights=how)
     llm = eyas.load(target, method="vanilla", kernels="off")
@@ -132,7 +136,7 @@ def main() -> None:
         rows = next_to_llama(args, files)
         return write(args.output, {"target": Path(args.target).name, "chunks": args.chunks, "rows": rows})
     exact, rows = [], []
-    for how in ("exact", *OURS, *THEIRS):
+    for how in ("exact", *OURS, *KV, *THEIRS):
         llm = loaded(args.target, how)
         texts = [llm.ids(Path(file).read_text(encoding="utf-8"), raw=True)[: args.tokens] for file in files]
         found = read(llm, texts)

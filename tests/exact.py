@@ -68,6 +68,7 @@ MODES = (
     WeightFormat(),
     *(WeightFormat(w, a) for w, activations in ROUNDED.items() for a in activations),
     WeightFormat(kv="bfloat16"),
+    WeightFormat(kv="int8"),
     WeightFormat("int8", "int8", "bfloat16"),
 )
 

@@ -186,7 +186,8 @@ def test_chat_keeps_the_conversation(llm: LLM) -> None:
 
 
 @pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
-def test_chats_go_on_from_keys_in_bfloat16() -> None:
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+def test_chats_go_on_from_rounded_keys(kv: str) -> None:
     """Guards kept keys and values that are rounded: later turns, greedy and sampled, say what plain decoding of the whole
     conversation says with the same rounding."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 1024}
@@ -194,7 +195,7 @@ def test_chats_go_on_from_keys_in_bfloat16() -> None:
     tokenizer = toy_tokenizer.byte_tokenizer()
 
     def rounded(method: str) -> LLM:
-        return load(model, method=method, tokenizer=tokenizer, kernels="on", kv="bfloat16")
+        return load(model, method=method, tokenizer=tokenizer, kernels="on", kv=kv)
 
     llm, plain_llm = rounded("prompt_lookup"), rounded("vanilla")
     for keywords in ({}, {"temperature": 0.8, "seed": 5}):

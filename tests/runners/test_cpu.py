@@ -453,6 +453,8 @@ def test_python_threads_may_share_a_target() -> None:
         ("bfloat16", "bfloat16", "exact"),
         ("exact", "exact", "bfloat16"),
         ("int4", "int8", "bfloat16"),
+        ("exact", "exact", "int8"),
+        ("int4", "int8", "int8"),
     ],
 )
 def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: Any, kv: Any) -> None:
@@ -467,7 +469,7 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
         target, weights=weights, activations=activations, kv=kv, draft_weights="int4" if weights == "int4" else "exact"
     )
     assert rounded.runner.weight_format == kernels.WeightFormat(weights, activations, kv)
-    assert rounded.open(1).cache.dtype == (torch.float32 if kv == "exact" else torch.bfloat16)
+    assert rounded.open(1).cache.dtype == getattr(torch, kv, torch.float32)
     assert with_cpu_kernels("llama").runner.weight_format.exact
     logits = [t.open(1).prefill(0, ids(40)) for t in (target, rounded)]
     assert 1e-4 < float((logits[0] - logits[1]).abs().max()) < (4.0 if weights == "int4" else 1.0)
@@ -484,6 +486,24 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
         kind = drafters.find(name)
         drafter = kind.random(rounded, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
         assert run(Decoder(rounded, drafter, 2), requests)[0] == said
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+def test_methods_read_rounded_keys_and_values(kv: str) -> None:
+    """Guards what GliDe and Gemma 4's assistants read: numbers near the exact ones, a scale for each head and slot; the
+    bytes that a cache is said to take."""
+    target, caches = Target(model("llama")), []
+    for form in ("exact", kv):
+        session = target.run_with(CpuRunner(target, kernels.WeightFormat(kv=form))).open(2)  # type: ignore[arg-type]
+        session.prefill(1, ids(20))
+        caches.append(session.cache)
+    assert caches[1].bytes_for(256) == sum(store.nbytes for store in caches[1].stores)
+    for exact, rounded in zip(*(one.read_committed(1, 20) for one in caches), strict=True):
+        bound = exact[1].abs().amax(-1, keepdim=True) / 100 if kv == "int8" else exact[1].abs() / 100 + 1e-3
+        difference = (exact[1] - rounded[1]).abs()
+        assert rounded.shape == exact.shape
+        assert difference.max() > 0
+        assert (difference <= bound).all()
 
 
 def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,13 @@ def test_rows_are_cut_and_copied(family: str) -> None:
     assert torch.equal(session.prefill(0, MORE), target.open(1).prefill(0, MORE))
 
 
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 @pytest.mark.parametrize("family", GEMMA4)
 @torch.inference_mode()
-def test_rows_with_keys_of_two_sizes_are_cut_and_copied(family: str) -> None:
-    """Guards both caches, in bfloat16: accepted paths, cuts within the window, before it and to nothing, copies."""
+def test_rows_with_keys_of_two_sizes_are_cut_and_copied(family: str, kv: Any) -> None:
+    """Guards both caches, rounded: accepted paths, cuts within the window, before it and to nothing, copies."""
     plain = Target(model(family))
-    target = plain.run_with(CpuRunner(plain, WeightFormat(kv="bfloat16")))
+    target = plain.run_with(CpuRunner(plain, WeightFormat(kv=kv)))
     session = target.open(3)
     for row in range(2):
         session.prefill(row, PROMPT)

@@ -402,6 +402,8 @@ def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.
     assert load(place, weights="auto").target.runner.weight_format.weights == "int8"
     narrow = _packing._cache_bytes(target, "bfloat16")
     assert 2 * narrow == _packing._cache_bytes(target)
+    head = target.layout[0][1]  # type: ignore[index]
+    assert _packing._cache_bytes(target, "int8") * 2 * head == narrow * (head + 4)
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(available=narrow + _packing.RESERVE + sizes["exact"])
     )

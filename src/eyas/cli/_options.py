@@ -125,7 +125,7 @@ class TargetOptions:
     activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], "More"] = "exact"
     """Round the inputs of matrix products, too: bfloat16 for bfloat16 weights, int16 or int8 for int8 and int4
     weights."""
-    kv: Annotated[Literal["exact", "bfloat16"], "More"] = "exact"
+    kv: Annotated[Literal["exact", "bfloat16", "int8"], "More"] = "exact"
     """Round keys and values by the kernels: less memory."""
     verbose: VERBOSE = False
 
@@ -136,7 +136,7 @@ class ExactTarget(TargetOptions):
 
     weights: Annotated[Literal["exact", "bfloat16", "int8", "int4"], Parameter(show=False)] = "exact"
     activations: Annotated[Literal["exact", "bfloat16", "int16", "int8"], Parameter(show=False)] = "exact"
-    kv: Annotated[Literal["exact", "bfloat16"], Parameter(show=False)] = "exact"
+    kv: Annotated[Literal["exact", "bfloat16", "int8"], Parameter(show=False)] = "exact"
 
 
 DRAFT_WEIGHTS = Annotated[

@@ -27,8 +27,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from eyas.errors import ModelError
 
 __all__ = [
-    "KVCache", "LayerCache", "Layout", "additive_mask", "commit_path", "common_prefix", "layout_of", "slot_mask",
-    "slot_positions",
+    "SCALE_BYTES", "KVCache", "LayerCache", "Layout", "additive_mask", "commit_path", "common_prefix", "from_int8", "layout_of",
+    "slot_mask", "slot_positions",
 ]  # fmt: skip  # fmt: skip
 
 # per layer: (heads, head size of keys, head size of values); None = the layer stores nothing of its
@@ -39,6 +39,7 @@ StoreKey = tuple[int, int, torch.device]
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
+SCALE_BYTES = 4  # of a slot in int8: the float32 after its numbers, by which they are multiplied
 MMAP_FROM_BYTES = 2**20  # tensors of this size and larger use anonymous mmap on a CPU, see `_zeros`
 # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and
 # fewer shapes occur
@@ -91,7 +92,7 @@ def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
 
 class KVCache(Cache):
     """Keys and values of B rows in one tensor [E, B, H, S, h]; one for each (heads, head size,
-    device), if layers differ.
+    device), if layers differ. In int8, which kernels write, a slot has SCALE_BYTES more.
 
     Args:
         layout: the sizes of each layer.
@@ -106,7 +107,7 @@ class KVCache(Cache):
     ) -> None:  # fmt: skip
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
-        self.slots = 0
+        self.slots, self._extra = 0, SCALE_BYTES if dtype == torch.int8 else 0
         # layer -> for its keys, then its values: (store, index in the first dimension of that
         # store)
         self._entries_of_layer: dict[int, tuple[tuple[StoreKey, int], ...]] = {}
@@ -135,7 +136,7 @@ class KVCache(Cache):
             return
         size = -(-slots // BUCKET) * BUCKET
         for (heads, h, device), entries in self._entries_of_store.items():
-            store = _zeros((entries, self.rows, heads, size, h), self.dtype, device)
+            store = _zeros((entries, self.rows, heads, size, h + self._extra), self.dtype, device)
             if (old := self._stores.get((heads, h, device))) is not None:
                 store[..., : self.slots, :] = old
             self._stores[heads, h, device] = store
@@ -203,9 +204,9 @@ class KVCache(Cache):
 
     def read_committed(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [B, H, W, h] of one layer in all rows: the first W = `width` slots, or all if
-        there are fewer."""
+        there are fewer. Those in int8 become float32."""
         key, value = (self._stores[shape][entry, :, :, :width] for shape, entry in self._entries_of_layer[layer])
-        return key, value
+        return (key, value) if self.dtype != torch.int8 else (from_int8(key), from_int8(value))
 
     def stores_of(self, layer: int) -> bool:
         """Return whether the layer has keys and values of its own."""
@@ -268,8 +269,15 @@ class KVCache(Cache):
         """Return the bytes that this number of slots per row takes on each device."""
         total: dict[torch.device, int] = {}
         for (heads, h, device), n in self._entries_of_store.items():
-            total[device] = total.get(device, 0) + n * self.rows * heads * h * slots * self.dtype.itemsize
+            numbers = n * self.rows * heads * (h + self._extra) * slots
+            total[device] = total.get(device, 0) + numbers * self.dtype.itemsize
         return total
+
+
+def from_int8(store: Tensor) -> Tensor:
+    """Return slots [..., h + SCALE_BYTES] of a cache in int8 as float32 [..., h]."""
+    scale = store[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return store[..., :-SCALE_BYTES].float() * scale
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

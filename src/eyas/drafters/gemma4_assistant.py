@@ -119,7 +119,9 @@ class Method(DraftMethod):
             if kind == SLIDING:  # the newest token and `sliding_window` before it, as transformers' mask shows
                 allowed_BW = allowed_BW & (slot_W >= position_B1 - 1 - self.net.text.sliding_window)
             mask_BW = additive_mask(allowed_BW, self.target.dtype)
-            seen[kind] = SharedKeysValues(key_BHWw.to(device), value_BHWw.to(device), mask_BW[:, None, None])
+            # kernels may have rounded them
+            stored = (x_BHWw.to(device, self.target.dtype) for x_BHWw in (key_BHWw, value_BHWw))
+            seen[kind] = SharedKeysValues(*stored, mask_BW[:, None, None])
         return seen
 
     def chain(self, depth: int) -> Method:

@@ -289,7 +289,7 @@ class Pass:
     """float32 [positions, h], or [tables, positions, h] where layers have several; h: the numbers that are rotated."""
     sine: Tensor
     store: Tensor
-    """The cache, float32 or bfloat16 [layers x {key, value}, B, K, slots, h]."""
+    """The cache [layers x {key, value}, B, K, slots, h], float32 or bfloat16; or int8, a slot with its scale, h + 4 bytes."""
     rows: Sequence[int]
     """The R rows of the cache that this pass reads and writes."""
     counts: Sequence[int] = ()

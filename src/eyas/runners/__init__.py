@@ -32,7 +32,7 @@ __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "fixed", "compile", "off")
 WEIGHTS, ACTIVATIONS = ("exact", "auto", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
-DRAFT_WEIGHTS = ("exact", "fp8", "int4")
+KV, DRAFT_WEIGHTS = ("exact", "bfloat16", "int8"), ("exact", "fp8", "int4")
 FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability that multiplies fp8
 
 
@@ -60,8 +60,8 @@ def with_fastest_runner(
             is then the rounded model's (`formats.WeightFormat`). With "int4" the lm_head is int8.
         activations: "exact", or rounded to "bfloat16" (for bfloat16 weights), "int16" or "int8" (for
             int8 and int4 weights); the output is then the rounded model's.
-        kv: keys and values of the cache. "exact": in the target's dtype; "bfloat16": rounded to that by kernels,
-            which makes another target, too.
+        kv: keys and values of the cache. "exact": in the target's dtype; "bfloat16" or "int8": rounded to that by
+            kernels, which makes another target, too.
         draft_weights: format of draft nets, which changes guesses and never the text. "fp8": by eyas-gpu, on
             GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
             weights to int8.
@@ -72,7 +72,7 @@ def with_fastest_runner(
     for name, word, words in (
         ("weights", weights, WEIGHTS),
         ("activations", activations, ACTIVATIONS),
-        ("kv", kv, ("exact", "bfloat16")),
+        ("kv", kv, KV),
         ("draft_weights", draft_weights, DRAFT_WEIGHTS),
         ("kernels", kernels, KERNELS),
     ):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from eyas import kernels
+from eyas.core.cache import KVCache
 from eyas.core.target import Target
 from eyas.errors import FitError
 from eyas.files import sync_folder, user_cache
@@ -225,6 +226,5 @@ def _bytes(target: Target, weight_format: WeightFormat) -> int:
 
 def _cache_bytes(target: Target, kv: str = "exact") -> int:
     """Return how much TOKENS keys and values take in this format."""
-    numbers = sum(heads * (key + value) for heads, key, value in filter(None, target.layout))
-    size = 4 if kv == "exact" else 2
-    return TOKENS * numbers * size
+    dtype = getattr(torch, kv, torch.float32)  # of "exact" there is none
+    return KVCache(target.layout, 1, dtype, torch.device("cpu")).bytes_for(TOKENS)

@@ -7,6 +7,16 @@
 
 #include "amx.h"
 
+// In place of a group whose instructions the processor lacks.
+template <int CHUNKS>
+struct NoGroup {
+    NoGroup(const float* const*, int64_t) {}
+    static constexpr bool suits(int64_t) { return false; }
+    void score(int64_t, int64_t, float* const*, int64_t, const char* const*) {}
+    void add_values(const float* const*, int64_t, int64_t, int64_t, const char* const*, int64_t) {}
+    void finish(float* const*) const {}
+};
+
 #if defined(HAS_TILES)
 // Rows of a 16 x 16 transpose: row(i) says where row i goes, if bit i is set in `wanted`.
 template <class Row>
@@ -185,11 +195,5 @@ class TileGroup {
 };
 #else
 template <int CHUNKS>
-struct TileGroup {
-    TileGroup(const float* const*, int64_t) {}
-    static constexpr bool suits(int64_t) { return false; }
-    void score(int64_t, int64_t, float* const*, int64_t, const char* const*) {}
-    void add_values(const float* const*, int64_t, int64_t, int64_t, const char* const*, int64_t) {}
-    void finish(float* const*) const {}
-};
+using TileGroup = NoGroup<CHUNKS>;
 #endif

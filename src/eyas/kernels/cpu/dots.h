@@ -324,8 +324,7 @@ static void split_into_digits(const float* x, int64_t K, int64_t group, int zero
         largest = size > largest ? size : largest;
         broken = fma(value, FloatVec{}, broken);
     }
-    float top = largest[0];
-    for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    const float top = horizontal_max(largest);
     *x_scale = top / LARGEST + horizontal_sum(broken);
     IntVec sums[DIGITS] = {};
     for (int64_t k = 0; k < K; k += LANES) {

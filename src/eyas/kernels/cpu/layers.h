@@ -1,7 +1,7 @@
 // Attention over a KV cache, and whole decoder layers.
 #pragma once
 
-#include "amx_attention.h"
+#include "dot_attention.h"
 #include "states.h"
 
 // RoPE of the first r floats of a head, in LLaMA's layout of halves
@@ -25,16 +25,37 @@ static inline void apply_gates(const float* gate, int64_t count, float* x) {
         store(x + i, load(x + i) / (1.0f + exp_vec(-load(gate + i))));
 }
 
-// Keys or values [h] of a head as the cache has them, rounded to its type.
+// Keys or values [h] of a head as the cache has them, rounded to its type. Of numbers that are not finite
+// the scale is NaN.
 static inline void write_slot(char* to, int64_t type, const float* x, int64_t h) {
     if (type == FLOAT32) {
         std::memcpy(to, x, h * sizeof(float));
-        return;
+    } else if (type == BFLOAT16) {
+        for (int64_t d = 0; d < h; d++) {
+            const uint16_t number = to_bfloat16(x[d]);
+            std::memcpy(to + 2 * d, &number, sizeof number);
+        }
+    } else {
+        FloatVec sizes = broadcast(1e-30f), broken = {};
+        for (int64_t d = 0; d < h; d += LANES) {
+            const FloatVec value = load(x + d), size = value < 0 ? -value : value;
+            sizes = size > sizes ? size : sizes;
+            broken = fma(value, FloatVec{}, broken);
+        }
+        const float largest = horizontal_max(sizes), nothing = horizontal_sum(broken),
+                    scale = largest / 127 + nothing, factor = nothing == 0 ? 127 / largest : 0;
+        for (int64_t d = 0; d < h; d++)
+            to[d] = (char)(nothing == 0 ? (int)std::nearbyint(x[d] * factor) : 0);
+        std::memcpy(to + h, &scale, sizeof scale);
     }
-    for (int64_t d = 0; d < h; d++) {
-        const uint16_t number = to_bfloat16(x[d]);
-        std::memcpy(to + 2 * d, &number, sizeof number);
-    }
+}
+
+// LANES numbers of a slot as floats, from number d on; of INT8 without their scale.
+template <int64_t TYPE>
+INLINE FloatVec load_slot(const char* slot, int64_t d) {
+    if (TYPE == FLOAT32) return load((const float*)slot + d);
+    if (TYPE == BFLOAT16) return load_bfloat16((const uint8_t*)slot + 2 * d);
+    return load((const int8_t*)slot + d);
 }
 
 // Slots of a cache as floats: where they are, or widened; up to a multiple of LANES.
@@ -42,17 +63,25 @@ template <int CHUNKS>
 struct Widened {
     const float* const* at;
     const float* rows[4 * LANES];
-    float room[4 * LANES][CHUNKS * LANES];
+    alignas(64) float room[4 * LANES][CHUNKS * LANES];
 
-    Widened(const char* const* from, int64_t count, int64_t type) : at((const float* const*)from) {
-        if (type == FLOAT32) return;
+    template <int64_t TYPE>
+    void fill(const char* const* from, int64_t count) {
         at = rows;
         for (int64_t j = 0; j < (count + LANES - 1) / LANES * LANES; j++) {
+            const auto scale = broadcast(TYPE == INT8 ? slot_scale(from[j], CHUNKS * LANES) : 1);
             rows[j] = room[j];
 #pragma GCC unroll 16
-            for (int d = 0; d < CHUNKS; d++)
-                store(room[j] + d * LANES, load_bfloat16((const uint8_t*)from[j] + 2 * d * LANES));
+            for (int d = 0; d < CHUNKS * LANES; d += LANES) {
+                const FloatVec x = load_slot<TYPE>(from[j], d);
+                store(room[j] + d, TYPE == INT8 ? x * scale : x);
+            }
         }
+    }
+
+    Widened(const char* const* from, int64_t count, int64_t type) : at((const float* const*)from) {
+        if (type == BFLOAT16) fill<BFLOAT16>(from, count);
+        if (type == INT8) fill<INT8>(from, count);
     }
 };
 
@@ -140,8 +169,7 @@ static inline float exp_inplace(float* scores, int64_t count, float sink) {
     FloatVec largest = load(scores), total = {};
     for (int64_t i = LANES; i < count; i += LANES)
         largest = load(scores + i) > largest ? load(scores + i) : largest;
-    float top = largest[0];
-    for (int i = 1; i < LANES; i++) top = largest[i] > top ? largest[i] : top;
+    float top = horizontal_max(largest);
     top = sink > top ? sink : top;
     for (int64_t i = 0; i < count; i += LANES) {
         FloatVec e = exp_vec(load(scores + i) - top);
@@ -173,6 +201,8 @@ struct QueryGroup {
     }
 
     bool tiled() const { return TileGroup<CHUNKS>::suits(type); }
+    bool dotted() const { return DotGroup<CHUNKS>::suits(type); }
+    bool panelled() const { return !tiled() && PanelGroup<CHUNKS>::suits(type); }
 
     // a multiple of what is read at once from `begin` on; the rest is read with the other slots
     int64_t shared_slots() const {
@@ -180,7 +210,7 @@ struct QueryGroup {
         for (int64_t n = 0; n < queries; n++)
             if (const void* hidden = std::memchr(visible_to(n), 0, nodes))
                 nodes = (const uint8_t*)hidden - visible_to(n);
-        const int64_t unit = tiled() ? 2 * LANES : LANES;
+        const int64_t unit = type == FLOAT32 ? LANES : 2 * LANES;
         return begin + (p.length[row] + nodes - begin) / unit * unit;
     }
 
@@ -274,10 +304,14 @@ struct QueryGroup {
             std::memset(out[n], 0, h * sizeof(float));
         }
         TileGroup<CHUNKS> tiles(query, pairs);
+        DotGroup<CHUNKS> dots(query, pairs);
+        PanelGroup<CHUNKS> panels(query, pairs);
         const auto score_keys = [&](int64_t from, int64_t pairs, int64_t place,
                                     const char* const* key, int64_t count) {
             if (tiled() && count == 2 * LANES)
                 return tiles.score(from, pairs, scores_at, place, key);
+            if (dotted()) return dots.score(from, pairs, scores_at, place, key);
+            if (panelled()) return panels.score(from, pairs, scores_at, place, key);
             const Widened<CHUNKS> keys(key, count, type);
             for (int64_t i = 0; i < count; i += LANES)
                 score(query + from, scores_at + from, pairs, place + i, keys.at + i);
@@ -302,6 +336,7 @@ struct QueryGroup {
                              int64_t count) {
             if (tiled() && count % (2 * LANES) == 0)
                 return tiles.add_values(scores_at, from, pairs, place, value, count);
+            if (dotted()) return dots.add_values(scores_at, from, pairs, place, value, count);
             const Widened<CHUNKS> values(value, count, type);
             add_values(scores_at + from, pairs, place, values.at, count, out + from);
         };
@@ -315,6 +350,7 @@ struct QueryGroup {
                     add(n * heads, heads, place, value, count);
                 });
         if (tiled()) tiles.finish(out);
+        if (dotted()) dots.finish(out);
         for (int64_t n = 0; n < pairs; n++) {
             for (int64_t d = 0; d < h; d++) out[n][d] /= totals[n];
             if (s.gated) apply_gates(query[n] + s.heads * h, h, out[n]);

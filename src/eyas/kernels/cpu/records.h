@@ -125,7 +125,7 @@ struct KVCache {
     char *keys, *values;        // of layer 0; [layer, row, K, slot, h]
     const int64_t* row;         // [R]: where each row of the pass begins, in bytes
     int64_t layer, head, slot;  // strides in bytes
-    int64_t type;               // of the numbers: FLOAT32 or BFLOAT16
+    int64_t type;               // of the numbers: FLOAT32, BFLOAT16, or INT8 with a scale after them
 
     KVCache of_layer(int64_t number) const {
         KVCache other = *this;

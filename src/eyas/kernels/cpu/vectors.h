@@ -8,6 +8,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 using std::int64_t;
@@ -76,6 +77,12 @@ static inline float horizontal_sum(FloatVec v) {
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
+}
+
+static inline float horizontal_max(FloatVec v) {
+    float largest = v[0];
+    for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
 }
 
 // tanh x = (1 - t) / (1 + t), t = exp(-2 |x|); near 0 by its series.

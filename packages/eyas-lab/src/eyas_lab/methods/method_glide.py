@@ -129,7 +129,8 @@ class Session(EagleSession):
         key, value = cache.read_committed(self.drafter.source_layer, max(1, cycle_input.max_position))
         allowed_BW = torch.arange(key.shape[2], device=device) < position_B[:, None]
         mask_BW = additive_mask(allowed_BW, self.drafter.dtype)
-        self.seen = Seen(key.to(device), value.to(device), mask_BW[:, None, None])
+        dtype = self.drafter.dtype
+        self.seen = Seen(key.to(device, dtype), value.to(device, dtype), mask_BW[:, None, None])
         return super().draft(cycle_input)
 
     def run_net(self, hidden: Tensor, embeddings: Tensor, position_BN: Tensor) -> Tensor:

@@ -128,8 +128,9 @@ def test_a_checkpoint_is_packed_from_its_files(family: str, tmp_path: Path) -> N
     """Guards names, shards, biases, tied tables, dtypes: the logits of transformers, and its texts."""
     more: dict[str, Any] = dict(MOE) if "moe" in family or family == "qwen3_next" else {}
     more |= GEMMA4 if family == "gemma4_text" else {"global_head_dim": 32} if "gemma4" in family else {}
+    more |= CONV | {"num_dense_layers": 1} if family == "lfm2_moe" else {}
     eager = family in ("gemma2", "gpt_oss")
-    place = folder(tmp_path, family, tie_word_embeddings=family == "qwen3", eager=eager, **more)
+    place = folder(tmp_path, family, **{"tie_word_embeddings": family == "qwen3", "eager": eager} | more)
     llm, plain = load(place), load(place, kernels="off", dtype="float32")
     assert llm.target.runner.name == "kernels"
     assert stored_in(llm.target.model) is not None

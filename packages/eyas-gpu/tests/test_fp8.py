@@ -59,7 +59,7 @@ def test_drafts_in_fp8(name: str) -> None:
     that a graph cannot hold."""
     model, requests = zoo.FAMILIES["llama"](), [Request(prompt(n), 16, Sampling()) for n in (7, 30)]
     target, kind, drafts, rounded = Target(model), drafters.find(name), [], 0
-    for draft_weights in ("exact", "fp8"):
+    for draft_weights in ("auto", "fp8"):
         target.draft_weights = draft_weights
         recorded = target.run_with(GraphRunner(target, captured_without_gpu, ops=TORCH))
         drafter = kind.random(recorded, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)

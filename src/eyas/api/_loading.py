@@ -48,7 +48,7 @@ def load(
     weights: str = "exact",
     activations: str = "exact",
     kv: str = "exact",
-    draft_weights: str = "exact",
+    draft_weights: str = "auto",
     **options: Any,
 ) -> LLM:
     """Load a target with a drafter, ready to generate.
@@ -92,9 +92,9 @@ def load(
             less; the output is again the rounded model's.
         kv: "exact", or "bfloat16", to which the kernels round keys and values: half of their memory, and long contexts
             cost less; the output is again another model's.
-        draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
+        draft_weights: the format of the head's weights. "auto" is as stored, except that the CPU kernels round to
             int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
-            products. This changes guesses only, no text.
+            products. This changes guesses only, no text. "exact" is read as "auto".
         options: the method's own options, for example tree={"nodes": 32, "depth": 5}. Options that only the
             second method has go there. By default, unless a tree is described, tree="auto" adapts the tree's
             size to this machine and drafts nothing where that is faster. With tree="fixed" it keeps to the

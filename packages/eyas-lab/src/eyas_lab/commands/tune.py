@@ -46,7 +46,7 @@ class TuneOptions:
     """The draft head: a folder or a hub id."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """A method with dynamic trees. Default: the best for the head."""
-    draft_weights: DRAFT_WEIGHTS = "exact"
+    draft_weights: DRAFT_WEIGHTS = "auto"
     force: Annotated[bool, "Machine"] = False
     """Measure everything again."""
     as_json: AS_JSON = False

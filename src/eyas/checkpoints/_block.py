@@ -31,10 +31,10 @@ Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
     embed_scale, logit_scale, logit_cap    factors of embeddings and logits, and their cap; scales None: as the target's own
     taps, group, selector_rank, candidates    int; 0: no convolutions, no selector
 
-**Which token a slot predicts** is shown by no tensor, and a head that is read the wrong way accepts
-next to nothing. `sample_from_anchor` says it (`shift_label` in heads of the speculators library).
-Where config.json has neither, the class under `architectures` decides, as its authors' code knows
-one way only: DFlashDraftModel the token at its own place, Qwen3DSparkModel the next one.
+**Which token a slot predicts.** The tensors do not show it, and the target accepts almost no draft of a head that is
+read the wrong way. `sample_from_anchor` says it (`shift_label` in heads of the speculators library). If config.json has
+neither, the class under `architectures` decides, because its authors' code knows one way only. Slots of
+DFlashDraftModel predict the token at their own place, slots of Qwen3DSparkModel the next token.
 
 **Which halves RoPE turns.** Heads with "rope_is_neox_style": false turn neighbouring channels. Their
 queries and keys are put into LLaMA's order when they are read, which leaves all products as they are.

@@ -139,7 +139,7 @@ def _load_drafter(target: Target, draft: Any, method: str | None, options: Keywo
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
         raise OptionError(
-            f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method"
+            f"draft_with takes a method that needs no head, but {draft_with} needs one: pass it as the method"
         )
     if isinstance(draft, Drafter):
         _check_ready_drafter(draft, target, method, options if second is None else {})
@@ -253,7 +253,7 @@ def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings
     if isinstance(target, PreTrainedModel) or is_peft_model(target):
         return _take(target, settings)
     if target is None:
-        raise ModelError("there is no embedded model in this installation of eyas: name a target")
+        raise ModelError("there is no embedded model in this installation of eyas: pass a target")
     if not isinstance(target, str | Path):
         raise ModelError(
             f"a target is a folder, a hub id or a causal language model of transformers, not {type(target).__name__}"

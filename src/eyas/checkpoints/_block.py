@@ -161,7 +161,7 @@ def dspark_parts(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
         flag(told, key, defaults[key]) for key in ("enable_confidence_head", "confidence_head_with_markov")
     )
     if confident and with_markov and not rank:
-        raise CheckpointError("config.json has a confidence head that reads the Markov head, and markov_rank 0")
+        raise CheckpointError("config.json has a confidence head that reads the Markov head, but markov_rank 0")
     return {"markov_rank": rank, "confidence": ("hidden+markov" if with_markov else "hidden") if confident else "none"}
 
 

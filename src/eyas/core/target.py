@@ -251,7 +251,7 @@ class Target:
             cache = next((one for one in caches if one is not None), None)
             if cache is None and self.family.has_states:
                 raise ModelError(
-                    f"a model of type {self.family.model_type} cannot be served: it has recurrent state, and no target extension "
+                    f"a model of type {self.family.model_type} cannot be served: it has recurrent state, but no target extension "
                     "keeps it"
                 )
             cache = DynamicCache() if cache is None else cache

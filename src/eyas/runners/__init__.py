@@ -123,7 +123,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             return target.run_with(make_cpu_runner(target, weight_format, own))
         except UnsuitedError as why:
             raise OptionError(
-                f"{asked} are for the compiled kernels, and there are none for this model: {why}"
+                f"{asked} are for the compiled kernels, but there are none for this model: {why}"
             ) from why
     if kernels == "off":
         return target
@@ -134,7 +134,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             raise _no_fixed_order("on a GPU the order of a sum depends on the pass")
         return _on_gpu(target, kernels, own)
     if kernels == "compile":
-        raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
+        raise OptionError(f"kernels compile is for GPUs, but the target is on {target.device}: leave it out")
     try:
         return target.run_with(make_cpu_runner(target, own=own))
     except UnsuitedError as why:

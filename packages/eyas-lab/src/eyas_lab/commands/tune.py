@@ -63,7 +63,7 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(
-            f"{llm.method} has no dynamic trees: there is nothing to tune; name another --method, like eagle3"
+            f"{llm.method} has no dynamic trees: there is nothing to tune; use another --method, like eagle3"
         )
     costs, known = load_costs(llm.drafter, job.force)
     guess = Acceptance(limit, first_chance(llm.drafter))

@@ -108,7 +108,7 @@ def command(
     devices = model.device.split(",")
     on_ray = job.workers is not None and not job.only and on_cluster()
     if on_ray and len(devices) > 1:
-        raise UsageError("on a cluster --workers says how many processes there are: name one --device, or none")
+        raise UsageError("on a cluster --workers says how many processes there are: pass one --device, or none")
     if job.verify:
         _verify(FeatureStore(folder))
         return

@@ -85,7 +85,7 @@ class Entry:
     method: str = "vanilla"
     tree: str = ""  # nodes/levels/branch; "" for methods without one
     kernels: str = "on"
-    draft_weights: str = "exact"
+    draft_weights: str = "auto"
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class Lab:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def target(self, shape: str, kernels: str, draft_weights: str = "exact") -> Target:
+    def target(self, shape: str, kernels: str, draft_weights: str = "auto") -> Target:
         """The model with this runner."""
         model = self.model(shape)
         if kernels not in self._targets:

@@ -28,15 +28,15 @@ SERVERS = {
 }
 
 
-def head_of(name: str, temperature: float) -> Record:
-    """Return the row of EAGLE-3 over all tasks of a bench."""
+def row_of(name: str, temperature: float, method: str = "eagle3") -> Record:
+    """Return the row of a method over all tasks of a bench."""
     rows = (row for row in record(name)["rows"] if row["task"] == "all" and row["temperature"] == temperature)
-    return next(row for row in rows if row["method"] == "eagle3")
+    return next(row for row in rows if row["method"] == method)
 
 
 def front() -> Iterator[str]:
     """Yield the statements of README below its table."""
-    head, sums = head_of("smollm2_general", 0), record("exact_bits")["sums"]
+    head, sums = row_of("smollm2_general", 0), record("exact_bits")["sums"]
     yield f"the head gains {head['speedup']:.1f}x"
     yield f"compared {sums['logits']['compared']:,} logits and {sums['answers']['compared']:,} answers"
     assert not sums["logits"]["different"] + sums["answers"]["different"], "the README says that none differs"
@@ -52,15 +52,20 @@ def quality() -> Iterator[str]:
         yield line(labels[row["weights"]], [interval, f"{100 * row['same_token']:.0f} %"])
 
 
-def rounded() -> Iterator[str]:
-    """Yield the gains on the page of models and machines."""
+def choose() -> Iterator[str]:
+    """Yield the gains, and the memory and times of 8B, on the page of models and machines."""
     yield from quality()
-    laptop = [head_of(f"smollm2_{weights}", 0)["speedup"] for weights in ("float32", "int8")]
-    yield "135M: {:.1f} times in float32, {:.1f} in int8".format(*laptop)
-    server = [head_of(f"smollm2_{weights}_avx512", 0)["speedup"] for weights in ("float32", "int8", "int4")]
-    yield "135M: {:.1f} times in float32, {:.1f} in int8, {:.1f} in int4".format(*server)
-    gains = [head_of(f"smollm2_{w}_avx512", t)["speedup"] for t in (0, 1) for w in ("int8", "int4")]
-    yield "{:.1f} times in int8, {:.1f} in int4; when sampling at temperature 1: {:.1f} and {:.1f}".format(*gains)
+    for weights in ("float32", "int8", "int4"):
+        for processor, suffix in {"AVX2": "", "AVX-512": "_avx512"}.items():
+            name = f"smollm2_{weights}{suffix}"
+            ratios = [row_of(name, 0, "vanilla")["speedup_vs_transformers"]]
+            ratios += [row_of(name, temperature)["speedup"] for temperature in (0, 1)]
+            yield line(weights, [processor, *(f"{ratio:.1f}x" for ratio in ratios)])
+    sizes = record("real_sizes")["files"]["8b-q4_k_m.gguf"]
+    exact, int8 = (sizes[f"eyas, inputs {kind}"] for kind in ("exact", "int8"))
+    yield f"{exact['ratio']:.1f} times, or {int8['ratio']:.1f} times with `--activations int8`"
+    yield f"the peak was {int8['gigabytes_cold']:.1f} GB at the first load, {int8['gigabytes']:.1f} GB later"
+    yield f"The first token came after {int8['first_token_cold']:.1f} s, later after {int8['first_token']:.1f} s"
 
 
 def bench() -> Iterator[str]:
@@ -83,9 +88,8 @@ def under_load() -> Iterator[str]:
     yield f"one client {full['1']['eyas, drafts on (4/3/1)']['tokens_per_second']:.0f}"
     for name, label in SERVERS.items():
         yield line(label, [f"{cell[name]['tokens_per_second']:.0f}" for cell in epyc.values()])
-    for name, words in {"eyas, drafts auto": "eyas makes", "llama.cpp, f32": "llama.cpp", "vLLM, CPU": "vLLM"}.items():
-        one, four, sixteen = (f"{cell[name]['tokens_per_second']:.0f}" for cell in xeon.values())
-        yield f"{words} {one}, {four} and {sixteen}"
+    for name in ("eyas, drafts auto", "eyas, drafts off", "llama.cpp, f32", "vLLM, CPU"):
+        yield line(SERVERS[name], [f"{cell[name]['tokens_per_second']:.0f}" for cell in xeon.values()])
 
 
 def line(label: str, cells: Sequence[str]) -> str:
@@ -95,7 +99,7 @@ def line(label: str, cells: Sequence[str]) -> str:
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": front,
-    "docs/start/choose.md": rounded,
+    "docs/start/choose.md": choose,
     "docs/guide/benchmark.md": bench,
     "docs/guide/serve.md": under_load,
 }

@@ -23,7 +23,7 @@ RUNNERS = [
 def target_by(runner: str) -> Target:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} if runner != "model" else {}
     target = Target(zoo.tiny("llama", **sizes), "tiny")
-    draft_weights = "int4" if runner.endswith("int4 drafts") else "exact"
+    draft_weights = "int4" if runner.endswith("int4 drafts") else "auto"
     return with_fastest_runner(target, "off" if runner == "model" else "on", draft_weights=draft_weights)
 
 

@@ -48,7 +48,7 @@ def locked_output(path: str | Path, part: str = "") -> Iterator[None]:
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
     except Timeout:
         raise InputError(
-            f"{path} is being written by {_holder(file)}: wait until it ends, or name another output"
+            f"{path} is being written by {_holder(file)}: wait until it ends, or use another output"
         ) from None
     except OSError as error:
         raise InputError(f"cannot write into {path}: {(error.strerror or str(error)).lower()}") from error

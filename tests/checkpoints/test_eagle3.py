@@ -387,7 +387,7 @@ REFUSED: list[tuple[Head, str]] = [
     (safeailab(**TOP), r'add "eyas": {"layer_ids": "input"} \(hidden_states\[1\]\) or {"layer_ids": "output"} \(hidden_'),
     (safeailab(**inner([1, 5, 9])), NO_MEANING),
     (specforge(**TOP), NO_MEANING),
-    (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], and \[1, 5, 8\] in its eagle_config: remove the wrong one"),
+    (vllm(**inner([1, 5, 8]), **TOP), r"\[1, 5, 9\], but \[1, 5, 8\] in its eagle_config: remove the wrong one"),
     (specforge(**inner([9, 5, 1])), "each greater than the one before"),
     (specforge(**inner([1, 5, 5])), "each greater than the one before"),
     (specforge(**inner([-1, 5, 9])), "whole numbers from 0 on"),
@@ -413,7 +413,7 @@ REFUSED: list[tuple[Head, str]] = [
     (modelopt(rope_scaling={"type": "yarn"}), "has no factor"),
     (vllm(rope_scaling={"rope_type": "longrope", "factor": 32}), "type 'longrope'; known here: default, linear, llama3, yarn"),
     # other nets
-    (modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)), "norm_before_fc False, and True in its eagle_config"),
+    (modelopt(norm_before_fc=False, **inner([1], norm_before_fc=True)), "norm_before_fc False, but True in its eagle_config"),
     (marked(use_mtp_layernorm=True), "use_mtp_layernorm True: the head has the norms of multi-token"),
     (marked(parallel_draft_step=4), "parallel_draft_step 4: several tokens are drafted at once"),
     (marked(next_layer_regular=False), "next_layer_regular False"),
@@ -437,7 +437,7 @@ REFUSED: list[tuple[Head, str]] = [
     (safeailab(architectures=["GptOssForCausalLMEagle3"]), "GptOssForCausalLMEagle3.* of a kind that is not read"),
     (safeailab(fc_norm=True), r'fc_norm, which this form .* name the writer.s: "architectures"'),
     (safeailab(norm_output=True), "norm_output, which this form of EAGLE-3 heads does not know"),
-    ((safeailab()[0], tensors("layers.0")), r"is layers\.0, and midlayer in this form; name the writer.s"),
+    ((safeailab()[0], tensors("layers.0")), r"is layers\.0, but midlayer in this form; name the writer.s"),
     # sizes
     (vllm(hidden_size=None), "has no hidden_size"),
     (vllm(target_hidden_size="10"), "target_hidden_size '10'; it must be a whole number"),
@@ -506,7 +506,7 @@ def test_faults_of_several_layers(tmp_path: Path, form: str) -> None:
     two, norm = deep(form, 2)[0], "layers.2.input_layernorm.weight"
     gap = {name: None for name in held if name.startswith("layers.1.")}
     refused(tmp_path, (two, held), r"numbered without gaps; this file has layers\.0, layers\.2", **gap)
-    refused(tmp_path, (two, held), "num_hidden_layers 2, and the file holds 3 layers")
+    refused(tmp_path, (two, held), "num_hidden_layers 2, but the file holds 3 layers")
     refused(tmp_path, (config, held), f"missing {norm}", **{norm: None})
     mixed = deep(form, layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=8)
     refused(tmp_path, mixed, "whose layers all are of one type")

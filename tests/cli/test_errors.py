@@ -291,7 +291,8 @@ def test_out_of_memory_is_one_line(refused: Run, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("value", ["on", "fixed", "compile"])
 def test_kernels_where_features_are_read(command: str, value: str, run: Callable[..., Any], tmp_path: Path) -> None:
     """Bug: `train --kernels compile` and `features --kernels on` read the features by the model's own forward, and say
-    nothing."""
+    nothing. The help does not offer the option."""
+    assert "--kernels" not in run(command, "--help-all").stdout
     data = tmp_path / "chats.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}\n')
     arguments = [command, "--data", str(data), "--output", str(tmp_path / "out"), "--kernels", value]

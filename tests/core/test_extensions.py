@@ -122,7 +122,7 @@ def test_the_core_alone(search: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert target.extensions == ()
     decoder = Decoder(target, drafters.find("vanilla").random(target), 1)
     assert run(decoder, [REQUEST])[0] == [plain]
-    with pytest.raises(ModelError, match="lfm2 cannot be served: it has recurrent state, and no target extension"):
+    with pytest.raises(ModelError, match="lfm2 cannot be served: it has recurrent state, but no target extension"):
         Target(zoo.HYBRIDS["lfm2"]())
     with pytest.raises(InputError, match="pixel_values: no target extension reads more than tokens"):
         decoder.add(Request((5,), 3, media={"pixel_values": torch.zeros(1)}))

@@ -201,7 +201,7 @@ def test_no_recordings() -> None:
         target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
         with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers are on several devices"):
             assert runners.with_fastest_runner(target, "on").runner.name == "model"
-        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, and there are none for"):
+        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, but there are none for"):
             runners.with_fastest_runner(target, weights="int8")
 
 
@@ -229,7 +229,7 @@ def test_what_stays_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for place, module in enumerate(model):
         module._hf_hook = Hook(place)  # type: ignore[assignment]
-    said = "lies on cuda:0, cuda:1, and nothing moves hidden states between them: load it whole"
+    said = "lies on cuda:0, cuda:1, but nothing moves hidden states between them: load it whole"
     with pytest.raises(ModelError, match=said):
         device_of(model)
     with pytest.raises(ModelError, match="lies on meta, where weights have no values: load it with its weights"):

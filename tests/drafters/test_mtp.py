@@ -130,7 +130,7 @@ def test_lossless(family: str, tmp_path: Path) -> None:
 def test_a_target_without_a_module(tmp_path: Path) -> None:
     """Bug: a module that is not there drafts with random weights, or ends in a traceback."""
     model = zoo.FAMILIES["llama"]()
-    with pytest.raises(CheckpointError, match="name the one that has them with --draft"):
+    with pytest.raises(CheckpointError, match="pass the one that has them with --draft"):
         mtp.Method.from_pretrained(None, Target(model))
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no weights of multi-token-prediction modules for a llama"):
@@ -240,7 +240,7 @@ def test_a_trained_module_comes_back(tmp_path: Path) -> None:
     for request in (Request((5, 6, 7), 12), Request((9, 4), 12, Sampling(1.0, seed=3))):
         decoder = Decoder(target, llm.drafter)
         assert run(decoder, [request])[0] == [list(plain_decode(target.model, request))]
-    with pytest.raises(CheckpointError, match=r"layer of a llama, and the target is a qwen2"):
+    with pytest.raises(CheckpointError, match=r"layer of a llama, but the target is a qwen2"):
         mtp.Method.from_pretrained(tmp_path / "head", target_of("qwen2"))
 
 
@@ -377,5 +377,5 @@ def test_refusals_of_stitching(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="checkpoints of a llama have no names"):
         exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget("x"))
     weights.config["target_model_type"] = "glm4_moe"
-    with pytest.raises(CheckpointError, match="name the target's folder"):
+    with pytest.raises(CheckpointError, match="pass the target's folder"):
         exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget())

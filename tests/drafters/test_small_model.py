@@ -261,7 +261,7 @@ def test_bad_options(name: str, target: Target) -> None:
 
 
 def test_without_a_model(target: Target) -> None:
-    with pytest.raises(CheckpointError, match="needs a smaller language model: name its folder"):
+    with pytest.raises(CheckpointError, match="needs a smaller language model: pass its folder"):
         drafters.find("small_model").from_pretrained(None, target)
 
 

@@ -163,7 +163,7 @@ def test_refusals(target: Target, folder: Path, tmp_path: Path) -> None:
     ):
         Method.from_pretrained(tmp_path / "plain", target)
     draft_model(pard_token=10**6).save_pretrained(tmp_path / "far")
-    with pytest.raises(CheckpointError, match="mask token 1000000, and there are"):
+    with pytest.raises(CheckpointError, match="mask token 1000000, but there are"):
         Method.from_pretrained(tmp_path / "far", target)
     config = json.loads((folder / "config.json").read_text())
     for told, message in (

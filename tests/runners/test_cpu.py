@@ -466,7 +466,7 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
         pytest.skip("a CPU without AVX-512 BF16")
     target = Target(model("llama"))
     rounded = runners.with_fastest_runner(
-        target, weights=weights, activations=activations, kv=kv, draft_weights="int4" if weights == "int4" else "exact"
+        target, weights=weights, activations=activations, kv=kv, draft_weights="int4" if weights == "int4" else "auto"
     )
     assert rounded.runner.weight_format == kernels.WeightFormat(weights, activations, kv)
     assert rounded.open(1).cache.dtype == getattr(torch, kv, torch.float32)
@@ -548,6 +548,7 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
         runners.with_fastest_runner(target, weights="int4")
     with pytest.raises(OptionError, match="draft weights int4 need compiled kernels"):
         runners.with_fastest_runner(target, "off", draft_weights="int4")
+    assert runners.with_fastest_runner(target, "off", draft_weights="exact").draft_weights == "auto"  # its earlier name
 
 
 def test_the_model_stays_as_it_was() -> None:

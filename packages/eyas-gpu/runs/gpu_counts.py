@@ -145,7 +145,7 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
         with CUDA:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
         base = ShapedTarget(model)
-        base.draft_weights = "fp8" if case.precision == "fp8" else "exact"
+        base.draft_weights = "fp8" if case.precision == "fp8" else "auto"
         fused = GpuModelLayers(base, join_weights=True) if case.kernels else None
         runner = GraphRunner(base, capture, fused=fused, ops=GpuOps() if case.kernels else TORCH)
         target = base.run_with(runner)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
 
 
 def decoded(
-    name: str, ops: Ops, requests: list[Request], draft_weights: str = "exact"
+    name: str, ops: Ops, requests: list[Request], draft_weights: str = "auto"
 ) -> tuple[list[list[int]], Drawn, Drafter]:
     """Texts; tokens and parents of every tree; the drafter."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find(name)

@@ -173,7 +173,7 @@ def test_refusals(tmp_path: Path, files: list[File]) -> None:
     make(tmp_path / "s", a)
     other = Settings({"vocabulary": "w", "chat template": "c"}, "others", VOCAB)
     for settings, file in ((SETTINGS, b), (other, a)):
-        with pytest.raises(InputError, match=r"holds a datastore of a.txt \(words\): name another folder"):
+        with pytest.raises(InputError, match=r"holds a datastore of a.txt \(words\): use another folder"):
             make(tmp_path / "s", file, settings=settings)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot write"):

@@ -510,7 +510,7 @@ def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> f
             listed = list(ids) if isinstance(ids, list | tuple) else [ids]
             if not all(isinstance(token, int) for token in listed):
                 raise ModelError(
-                    f"eos_token_id must be a token id or a list of them, and it is {ids!r} in {type(source).__name__}"
+                    f"eos_token_id must be a token id or a list of them, but it is {ids!r} in {type(source).__name__}"
                 )
             return frozenset(listed)
     return frozenset()

@@ -48,7 +48,7 @@ def load(
     weights: str = "exact",
     activations: str = "exact",
     kv: str = "exact",
-    draft_weights: str = "exact",
+    draft_weights: str = "auto",
     **options: Any,
 ) -> LLM:
     """Load a target with a drafter, ready to generate.
@@ -92,9 +92,9 @@ def load(
             less; the output is again the rounded model's.
         kv: "exact", or "bfloat16" or "int8", to which the kernels round keys and values: a half or a quarter of their
             memory, and long contexts cost less; the output is again another model's.
-        draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
+        draft_weights: the format of the head's weights. "auto" is as stored, except that the CPU kernels round to
             int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
-            products. This changes guesses only, no text.
+            products. This changes guesses only, no text. "exact" is read as "auto".
         options: the method's own options, for example tree={"nodes": 32, "depth": 5}. Options that only the
             second method has go there. By default, unless a tree is described, tree="auto" adapts the tree's
             size to this machine and drafts nothing where that is faster. With tree="fixed" it keeps to the
@@ -139,7 +139,7 @@ def _load_drafter(target: Target, draft: Any, method: str | None, options: Keywo
     second = None if draft_with is None else drafters.find(draft_with)
     if second is not None and second.needs_weights:
         raise OptionError(
-            f"draft_with takes a method that needs no head, and {draft_with} needs one: name it as the method"
+            f"draft_with takes a method that needs no head, but {draft_with} needs one: pass it as the method"
         )
     if isinstance(draft, Drafter):
         _check_ready_drafter(draft, target, method, options if second is None else {})
@@ -253,7 +253,7 @@ def read_target(target: Any, known: KnownTarget | None, settings: TargetSettings
     if isinstance(target, PreTrainedModel) or is_peft_model(target):
         return _take(target, settings)
     if target is None:
-        raise ModelError("there is no embedded model in this installation of eyas: name a target")
+        raise ModelError("there is no embedded model in this installation of eyas: pass a target")
     if not isinstance(target, str | Path):
         raise ModelError(
             f"a target is a folder, a hub id or a causal language model of transformers, not {type(target).__name__}"

@@ -82,7 +82,7 @@ def _processor(source: str) -> Any:
     hint = "give what the model's processor returns as the prompt (docs/guide/models.md)"
     if not source:
         raise InputError(
-            f"messages with images need the processor that comes with the target, and this target has no folder: {hint}"
+            f"messages with images need the processor that comes with the target, but this target has no folder: {hint}"
         )
     try:
         processor: Any = AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ class TextReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: str | Sequence[str] | None = None) -> None:
         if tokenizer is None and stop:
-            raise InputError("stop strings need a tokenizer, and this target has none")
+            raise InputError("stop strings need a tokenizer, but this target has none")
         self._tokenizer = tokenizer
         self._stops = None if tokenizer is None else StopStrings(tokenizer, stop)
         self._has_stops = bool(stop)

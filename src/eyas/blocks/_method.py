@@ -405,7 +405,7 @@ def fused_layers(layers: str, depth: int, target: Target) -> tuple[int, ...]:
     if layers == "auto":
         if L < 4:
             raise FitError(
-                f"a block head fuses the outputs of layers 1 to L-3, and this target has {L}: name layers with --head.layers"
+                f"a block head fuses the outputs of layers 1 to L-3, but this target has {L}: pass layers with --head.layers"
             )
         evenly = [L // 2] if depth == 1 else [round(1 + i * (L - 4) / (depth - 1)) for i in range(depth)]
         return tuple(sorted({i + 1 for i in evenly}))

@@ -48,7 +48,7 @@ class NewHead(NewBlockHead):
         check_choice("head.confidence", self.confidence, CONFIDENCES)
         if self.confidence == "hidden+markov" and not self.markov_rank:
             raise OptionError(
-                "head.confidence hidden+markov reads the Markov head, and head.markov_rank is 0: give hidden or none"
+                "head.confidence hidden+markov reads the Markov head, but head.markov_rank is 0: give hidden or none"
             )
 
 

@@ -31,10 +31,10 @@ Our config: the keys of an EAGLE-1 head's layer (`safeailab`) and
     embed_scale, logit_scale, logit_cap    factors of embeddings and logits, and their cap; scales None: as the target's own
     taps, group, selector_rank, candidates    int; 0: no convolutions, no selector
 
-**Which token a slot predicts** is shown by no tensor, and a head that is read the wrong way accepts
-next to nothing. `sample_from_anchor` says it (`shift_label` in heads of the speculators library).
-Where config.json has neither, the class under `architectures` decides, as its authors' code knows
-one way only: DFlashDraftModel the token at its own place, Qwen3DSparkModel the next one.
+**Which token a slot predicts.** The tensors do not show it, and the target accepts almost no draft of a head that is
+read the wrong way. `sample_from_anchor` says it (`shift_label` in heads of the speculators library). If config.json has
+neither, the class under `architectures` decides, because its authors' code knows one way only. Slots of
+DFlashDraftModel predict the token at their own place, slots of Qwen3DSparkModel the next token.
 
 **Which halves RoPE turns.** Heads with "rope_is_neox_style": false turn neighbouring channels. Their
 queries and keys are put into LLaMA's order when they are read, which leaves all products as they are.
@@ -161,7 +161,7 @@ def dspark_parts(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
         flag(told, key, defaults[key]) for key in ("enable_confidence_head", "confidence_head_with_markov")
     )
     if confident and with_markov and not rank:
-        raise CheckpointError("config.json has a confidence head that reads the Markov head, and markov_rank 0")
+        raise CheckpointError("config.json has a confidence head that reads the Markov head, but markov_rank 0")
     return {"markov_rank": rank, "confidence": ("hidden+markov" if with_markov else "hidden") if confident else "none"}
 
 

@@ -256,7 +256,7 @@ def assemble(
     layer, count_of_layers = _layers_of(tensors, layers, several)
     if count_of_layers > 1 and count(config, "num_hidden_layers", count_of_layers) != count_of_layers:
         raise CheckpointError(
-            f"config.json has num_hidden_layers {config['num_hidden_layers']}, and the file holds {count_of_layers} layers"
+            f"config.json has num_hidden_layers {config['num_hidden_layers']}, but the file holds {count_of_layers} layers"
         )
     ours = _our_config(config, tensors, {**settings, "layers": count_of_layers}, layer, strict)
     reduced = ours["draft_vocab_size"] != ours["vocab_size"]
@@ -340,7 +340,7 @@ def _merge(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any
     for key, value in settings.items():
         if config.get(key) is not None and config[key] != value:
             raise CheckpointError(
-                f"config.json has {key} {config[key]!r}, and {value!r} in its eagle_config: remove the wrong one"
+                f"config.json has {key} {config[key]!r}, but {value!r} in its eagle_config: remove the wrong one"
             )
     return {**config, **settings}
 
@@ -371,7 +371,7 @@ def draft_ids(tensors: Mapping[str, Tensor], vocab: int, draft_vocab: int) -> Te
     if bool((ids.diff() <= 0).any()):
         at = int((ids.diff() <= 0).nonzero()[0])
         raise CheckpointError(
-            f"d2t must lead to increasing ids, and draft tokens {at}, {at + 1} lead to {int(ids[at])}, {int(ids[at + 1])}"
+            f"d2t must lead to increasing ids, but draft tokens {at}, {at + 1} lead to {int(ids[at])}, {int(ids[at + 1])}"
         )
     if not torch.equal(ids, marked):
         first = min(set(ids.tolist()) ^ set(marked.tolist()))
@@ -446,12 +446,12 @@ def _check_sizes(ours: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
         raise CheckpointError(f"config.json has draft_vocab_size {draft_vocab}, more than its vocab_size {vocab}")
     if ours["head"] == "target" and (draft_vocab != vocab or ours["target_hidden_size"] != ours["hidden_size"]):
         raise CheckpointError(
-            "config.json says that the head is the target's, and names another vocabulary or hidden size than the target's"
+            "config.json says that the head is the target's, but names another vocabulary or hidden size than the target's"
         )
     if draft_vocab == vocab and "d2t" in tensors and len(tensors["d2t"]) != vocab:
         size = len(tensors["d2t"])
         raise CheckpointError(
-            f'config.json names no smaller draft vocabulary, and d2t has {size} entries: add "draft_vocab_size": {size}'
+            f'config.json names no smaller draft vocabulary, but d2t has {size} entries: add "draft_vocab_size": {size}'
         )
 
 

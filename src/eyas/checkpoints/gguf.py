@@ -230,7 +230,7 @@ def _read_fork(file: File) -> Published:
             f"{file.name} has log_snr_conditioning: the net reads the level of noise, which is not computed here"
         )
     if file.get("ARCH.rope.scaling.factor") is not None and file.get("ARCH.rope.scaling.type") is None:
-        raise CheckpointError(f"{file.name} has a factor of RoPE, and does not say which scaling it belongs to")
+        raise CheckpointError(f"{file.name} has a factor of RoPE, but does not say which scaling it belongs to")
     mask, layers = told("mask_token_id"), told("target_layer_ids", "target_layers")
     next_token = file.architecture == "dspark" or told("markov_rank") or told("confidence_head")
     said = {
@@ -276,7 +276,7 @@ def _speculators_form(
         if config.get(key) not in (None, 1.0):
             raise CheckpointError(
                 f"the head has a draft vocabulary and {key} {config[key]!r}. The speculators library "
-                "and z-lab read these differently, and the file does not say whose it is: use the folder that it was made from"
+                "and z-lab read these differently, but the file does not say whose it is: use the folder that it was made from"
             )
     layer_keys = [key for key in config if key not in ("block_size", "mask_token_id", "target_layer_ids", "is_causal")]
     return {
@@ -348,7 +348,7 @@ def _layer_config(file: File) -> dict[str, Any]:
     found["head_dim"] = width = int(found["head_dim"] or turned or found["hidden_size"] // found["num_attention_heads"])
     if turned is not None and int(turned) != width:
         raise CheckpointError(
-            f"{file.name}: RoPE turns {turned} of the {width} channels of a head, and here all or none"
+            f"{file.name}: RoPE turns {turned} of the {width} channels of a head, but eyas turns all or none"
         )
     return {**found, "hidden_act": file.get("ARCH.hidden_activation", "silu"), "vocab_size": file.stated_vocab_size()}
 

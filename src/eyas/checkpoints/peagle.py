@@ -53,7 +53,7 @@ def read(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[str,
         levels = count({"levels": levels}, "levels")
     if ours["fc_bias"] or ours["qkv_bias"]:
         raise CheckpointError(
-            "this P-EAGLE head has biases of fc or of the attention, and vLLM, which defines its format, computes none"
+            "this P-EAGLE head has biases of fc or of the attention, but vLLM, which defines its format, computes none"
         )
     width = ours["num_features"] * ours["target_hidden_size"]
     mask = tensors[MASK]
@@ -71,7 +71,7 @@ def write(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
     ours, their_tensors = publish_tensors(config, rest, "layers.0")
     assert not any(ours[key] for key in ("fc_bias", "qkv_bias")), "P-EAGLE heads have no biases"
     if ours["qk_norm"]:
-        raise CheckpointError("the head has Qwen3's layers, with norms of queries and keys, and vLLM computes LLaMA's")
+        raise CheckpointError("the head has Qwen3's layers, with norms of queries and keys, but vLLM computes LLaMA's")
     published = {**layer_config(ours, their_tensors), **eagle3.vllm_settings(ours), "parallel_drafting": True}
     published |= {"pard_token": config["mask_token"], "mask_token_id": config["mask_token"]}
     if config.get("levels"):
@@ -87,7 +87,7 @@ def _read_flat(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tupl
         )
     if config.get("parallel_drafting") not in (None, True):
         raise CheckpointError(
-            f"config.json has parallel_drafting {config['parallel_drafting']!r}, and the file a {MASK}: remove one of them"
+            f"config.json has parallel_drafting {config['parallel_drafting']!r}, but the file a {MASK}: remove one of them"
         )
     return eagle3.read_vllm({key: value for key, value in config.items() if key != "parallel_drafting"}, tensors)
 
@@ -99,7 +99,7 @@ def _mask_token(config: Mapping[str, Any]) -> int:
     if len(tokens) != 1 or wrong or min(tokens) < 0:
         entries = {key: config.get(key) for key in TOKENS if config.get(key) is not None}
         raise CheckpointError(
-            f'config.json must name one mask token, like "pard_token": 128255, and has {entries or "none"}'
+            f'config.json must name one mask token, like "pard_token": 128255, but has {entries or "none"}'
         )
     return int(tokens.pop())
 

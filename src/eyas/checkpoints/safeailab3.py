@@ -95,7 +95,7 @@ def _refuse_other_forms(
             )
     if any(name.startswith("layers.0.") for name in names) and not any(name.startswith("midlayer.") for name in names):
         raise CheckpointError(
-            f"the layer of this EAGLE-3 head is layers.0, and midlayer in this form; name the writer's: {NAME_THE_FORM}"
+            f"the layer of this EAGLE-3 head is layers.0, but midlayer in this form; name the writer's: {NAME_THE_FORM}"
         )
 
 

@@ -71,7 +71,7 @@ class MakeAnswerer:
         llm = load(self.model, self.draft, self.options)
         if other := differences(self.first, described(llm)):
             raise OptionError(
-                f"the output holds answers made with other settings: {'; '.join(other)}; name another file"
+                f"the output holds answers made with other settings: {'; '.join(other)}; use another file"
             )
         answerer = Answerer(llm, self.keywords, self.batch_size)
         return lambda tasks: sorted(

@@ -181,7 +181,7 @@ class Results:
         made_for = self.done.get(key)
         if isinstance(task, Task) and made_for is not None and made_for != task.prompt_hash:
             name = " ".join(f"{name} {value!r}" for name, value in task.key.items())
-            raise OptionError(f"{self.path} holds the answer to another prompt for {name}: name another --output")
+            raise OptionError(f"{self.path} holds the answer to another prompt for {name}: use another --output")
         return key in self.done
 
     def write(self, fields: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ class FileRun:
     def refuse_others(self, differences: Sequence[str]) -> None:
         if differences:
             raise OptionError(
-                f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; name another file"
+                f"{self.results.path} holds answers made with other settings: {'; '.join(differences)}; use another file"
             )
 
     def kept(self) -> str:

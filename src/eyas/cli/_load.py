@@ -141,7 +141,7 @@ def need_packages(command: str, extra: str, *packages: str) -> None:
 
 def need_tokenizer(llm: LLM) -> PreTrainedTokenizerBase:
     if llm.tokenizer is None:
-        raise InputError("this target has no tokenizer: name one with --tokenizer")
+        raise InputError("this target has no tokenizer: pass one with --tokenizer")
     return llm.tokenizer
 
 

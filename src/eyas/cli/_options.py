@@ -139,12 +139,21 @@ class ExactTarget(TargetOptions):
     kv: Annotated[Literal["exact", "bfloat16", "int8"], Parameter(show=False)] = "exact"
 
 
+@option_group
+class FeatureTarget(ExactTarget):
+    """A target that only its own forward reads. --kernels would change nothing, so the help does not show it."""
+
+    kernels: Annotated[Literal["auto", "on", "fixed", "compile", "off"], Parameter(show=False)] = "auto"
+
+
 DRAFT_WEIGHTS = Annotated[
-    Literal["exact", "fp8", "int4"],
+    Literal["auto", "fp8", "int4", "exact"],  # "exact" is read as "auto"
     "More",
+    "auto|fp8|int4",
     Parameter(
-        help="Format of the draft head's weights. exact: as stored, but the compiled kernels round to int8. "
-        "fp8: for GPUs that multiply it. int4: for the compiled kernels. The text stays the same."
+        help="Format of the draft head's weights. auto: as stored; the compiled kernels round to int8. "
+        "fp8: for GPUs that multiply it. int4: for the compiled kernels. The text stays the same.",
+        show_choices=False,
     ),
 ]
 
@@ -162,7 +171,7 @@ class DraftOptions:
     draft_with: Annotated[str | None, "Method", "NAME"] = None
     """Second method, without a head, such as suffix. Both draft in every cycle."""
     tree: TREE = None
-    draft_weights: DRAFT_WEIGHTS = "exact"
+    draft_weights: DRAFT_WEIGHTS = "auto"
 
 
 @option_group

@@ -31,6 +31,7 @@ from eyas.cli._options import (
     ConfigOptions,
     DraftOptions,
     ExactTarget,
+    FeatureTarget,
     FilterOptions,
     MethodOptions,
     SamplingOptions,
@@ -41,8 +42,8 @@ from eyas.cli._options import (
 from eyas.cli._show import Painter, ProgressBar, TimedStream, print_table, progress_bar
 
 __all__ = [
-    "AS_JSON", "DRAFT_WEIGHTS", "TREE", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "ExactTarget", "FileRun",
-    "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "Painter", "ProgressBar", "Results",
+    "AS_JSON", "DRAFT_WEIGHTS", "TREE", "VERBOSE", "BenchMethodOptions", "ConfigOptions", "DraftOptions", "ExactTarget",
+    "FeatureTarget", "FileRun", "FilterOptions", "Here", "Interrupted", "InvalidLine", "MethodOptions", "Painter", "ProgressBar", "Results",
     "SamplingOptions", "TargetOptions", "TimedStream", "TrainMethodOptions", "UsageError", "cores_for", "differences",
     "file_errors", "interruptible", "load", "need_packages", "need_tokenizer", "note", "note_no_head", "on_cluster",
     "option_group", "parse", "plain_decoding", "print_table", "problem", "progress_bar", "quiet", "read_tasks",

@@ -111,7 +111,7 @@ class Decoder:
         check_drafting(request)
         if request.adapter not in (None, self.target.adapter):
             raise OptionError(
-                f"this decoder serves the adapter {self.target.adapter!r}, and the request asks for {request.adapter!r}"
+                f"this decoder serves the adapter {self.target.adapter!r}, but the request asks for {request.adapter!r}"
             )
         if request.media:
             self.target.check_media(request.media, request.prompt)

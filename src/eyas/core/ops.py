@@ -34,7 +34,7 @@ class Ops(Rule):
         draft_formats: weight formats that `draft_net` supports.
     """
 
-    draft_formats: tuple[str, ...] = ("exact",)
+    draft_formats: tuple[str, ...] = ("auto",)
 
     def noise(self, sampling: Sequence[Sampling | None], device: torch.device | str = "cpu") -> GumbelNoise:
         """Return the random numbers of rows with these samplings; None is an empty row."""
@@ -52,7 +52,7 @@ class Ops(Rule):
         """Return a draft net for decoding.
 
         Args:
-            draft_weights: one of `draft_formats`. "exact": as the net is; CPU kernels round it then
+            draft_weights: one of `draft_formats`. "auto": as the net is; CPU kernels round it then
                 too, to int8 weights and 16-bit activations.
         """
         return net

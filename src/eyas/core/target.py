@@ -166,7 +166,7 @@ class Target:
         extensions: its properties beyond layers with keys and values (`core.extensions`).
         adapters: adapters that requests choose from; None: there are none. They are not an extension,
             because they alone act before every use of the model.
-        draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "exact",
+        draft_weights: weight format of draft nets for this target, see `Ops.draft_net`: "auto",
             "fp8" or "int4".
         turn: the lock by which threads take turns (`turn_of`).
         layout: sizes that each layer caches.
@@ -185,7 +185,7 @@ class Target:
         self.device, self.dtype = model.device, model.dtype
         self.runner: Runner = ModelRunner()
         self.turn = turn_of(model)
-        self.draft_weights = "exact"
+        self.draft_weights = "auto"
         self.adapters: Adapters | None = None
         self.extensions = tuple(kind(self) for kind in known_extensions() if kind.applies(model))
         self.layout, self.vocab_size, self.head_is_exact = self._probe()
@@ -251,7 +251,7 @@ class Target:
             cache = next((one for one in caches if one is not None), None)
             if cache is None and self.family.has_states:
                 raise ModelError(
-                    f"a model of type {self.family.model_type} cannot be served: it has recurrent state, and no target extension "
+                    f"a model of type {self.family.model_type} cannot be served: it has recurrent state, but no target extension "
                     "keeps it"
                 )
             cache = DynamicCache() if cache is None else cache

@@ -147,12 +147,12 @@ def load_net(weights: Weights, target: Target) -> Net:
     for name, (theirs, ours) in pairs.items():
         if theirs != ours:
             raise CheckpointError(
-                f"{source}: the assistant is for a target of {name} {theirs}, and this target's is {ours}: choose the target's own"
+                f"{source}: the assistant is for a target of {name} {theirs}, but this target's is {ours}: choose the target's own"
             )
     stored = len({name.split(".")[2] for name in weights.tensors if name.startswith("model.layers.")})
     if text.get("num_hidden_layers") != stored:
         raise CheckpointError(
-            f"{source}: config.json counts {text.get('num_hidden_layers')} layers, and the weights have {stored}"
+            f"{source}: config.json counts {text.get('num_hidden_layers')} layers, but the weights have {stored}"
         )
     with torch.device("meta"):  # sizes are compared before memory is taken
         meta_net = _made(config, source)
@@ -183,7 +183,7 @@ def _check_layers(net: Net, target: Target, source: str) -> None:
     for number, (kind, layer) in enumerate(zip(net.kinds, net.model.layers, strict=True)):
         if kind not in layers:
             raise CheckpointError(
-                f"{source}: layer {number} reads keys of {kind}, and no layer of the target has any: it was made for another model"
+                f"{source}: layer {number} reads keys of {kind}, but no layer of the target has any: it was made for another model"
             )
         sizes = target.layout[layers[kind]]
         assert sizes is not None

@@ -79,7 +79,7 @@ def check_head(weights: Weights | None, method: str, label: str, sizes: Mapping[
             config leaves open fits.
     """
     if weights is None:
-        raise CheckpointError("this method needs a trained head: name its folder or hub id with --draft")
+        raise CheckpointError("this method needs a trained head: pass its folder or hub id with --draft")
     if weights.method != method:
         raise CheckpointError(f"{weights.source} holds a head of {weights.method}, not of {label}")
     for key, (name, expected) in sizes.items():
@@ -190,7 +190,7 @@ def mask_token(asked: int | None, target: Target, counts_V: Tensor | None) -> in
     """Return the token that was asked for, or the padding token, or the one that counts least."""
     if asked is not None:
         if asked >= target.num_embeddings:
-            raise OptionError(f"head.mask_token is {asked}, and the target has {target.num_embeddings} embeddings")
+            raise OptionError(f"head.mask_token is {asked}, but the target has {target.num_embeddings} embeddings")
         return asked
     pad = getattr(target.model.config.get_text_config(), "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < target.num_embeddings:

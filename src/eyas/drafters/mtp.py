@@ -101,7 +101,7 @@ class Method(DynamicEagle):
         theirs, ours = weights.config["target_model_type"], target.family.model_type
         if theirs != ours:
             raise CheckpointError(
-                f"{weights.source}: the module has a layer of a {theirs}, and the target is a {ours}: it is for another"
+                f"{weights.source}: the module has a layer of a {theirs}, but the target is a {ours}: it is for another"
             )
         method = cls(target, options, load_tensors(random_net(target, 0), weights, target))
         method.trained_length = weights.config["max_positions"]
@@ -145,7 +145,7 @@ def own_checkpoint(target: Target) -> str:
     name = getattr(target.model.config, "name_or_path", "")
     if not name or name == "None":  # transformers' word for a model that is made from tensors
         raise CheckpointError(
-            "the target was not loaded from a checkpoint with MTP weights: name the one that has them with --draft"
+            "the target was not loaded from a checkpoint with MTP weights: pass the one that has them with --draft"
         )
     return str(name)
 

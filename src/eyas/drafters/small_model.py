@@ -51,7 +51,7 @@ from eyas.targets.loading import load_target
 __all__ = ["DraftOptions", "LanguageModelSession", "Method", "NetShape", "Options", "check_vocabulary", "small_llama"]
 
 DEPTH = 5  # default of the option
-NO_DRAFT_MODEL = "this method needs a smaller language model: name its folder or hub id with --draft"
+NO_DRAFT_MODEL = "this method needs a smaller language model: pass its folder or hub id with --draft"
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def check_vocabulary(draft: Target, target: Target) -> None:
             i = other[0]
             where = f": token {i} is {draft_tokens[i]!r} there and {target_tokens[i]!r} in the target"
         raise CheckpointError(
-            f"{name} has another vocabulary than the target{where}; name a draft model with the target's tokenizer"
+            f"{name} has another vocabulary than the target{where}; use a draft model with the target's tokenizer"
         )
 
 

@@ -39,7 +39,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, size: int) -> None:
         if tokenizer is None:
-            raise ModelError("structured output needs a tokenizer, and this target has none")
+            raise ModelError("structured output needs a tokenizer, but this target has none")
         self.tokenizer: Any = tokenizer
         self.size = self.end = size
         self.texts: list[bytes | None] = [*token_bytes(tokenizer, size), None]

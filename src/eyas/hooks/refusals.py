@@ -80,7 +80,7 @@ def _check_inputs(model: PreTrainedModel, model_kwargs: Keywords) -> None:
             raise refused(name, "eyas reads token ids, an attention mask, and tensors of images, sounds and videos")
     mask = model_kwargs.get("attention_mask")
     if media and mask is not None and len(mask) > 1:
-        raise refused(min(media), "prompts with images are read one by one, and this batch has several rows")
+        raise refused(min(media), "prompts with images are read one by one, but this batch has several rows")
 
 
 def _check_cache(cache: Any, given: Keywords) -> None:

@@ -105,7 +105,7 @@ def _target_flags(isa: str) -> tuple[str, ...]:
     if needed and not features:
         raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, but this system does not list its processor's features")
     if missing := needed - features:
-        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, and this processor lacks {', '.join(sorted(missing))}")
+        raise UnavailableError(f"EYAS_KERNELS_ISA is {isa}, but this processor lacks {', '.join(sorted(missing))}")
     return flags
 
 

@@ -108,11 +108,11 @@ def _gguf_file() -> Path:
 def _given(path: Path) -> Path:
     """Return the file that the environment names. Raise ModelError where it is another one."""
     if not path.is_file():
-        raise ModelError(f"{VARIABLE} names {str(path)!r}, and there is no such file: name {WHEEL}, or {FILE} of it")
+        raise ModelError(f"{VARIABLE} names {str(path)!r}, but there is no such file: use {WHEEL}, or {FILE} of it")
     if not _is_whole(path):
         raise ModelError(
             f"{VARIABLE} names {str(path)!r}, which is neither {WHEEL} nor {FILE} of it (another SHA-256): "
-            "name one of these, or load another file by its own path"
+            "use one of these, or load another file by its own path"
         )
     return path
 

@@ -77,7 +77,7 @@ class Method(small_model.Method):
             )
         if not 0 <= token < draft.num_embeddings:
             raise CheckpointError(
-                f"{draft.name} has the mask token {token}, and there are {draft.num_embeddings} embeddings"
+                f"{draft.name} has the mask token {token}, but there are {draft.num_embeddings} embeddings"
             )
         if draft.family.has_states:
             raise CheckpointError(f"{draft.name} keeps a recurrent state, into which masks cannot go")

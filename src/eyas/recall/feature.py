@@ -157,7 +157,7 @@ class Pool:
             with np.load(file, allow_pickle=False) as kept:
                 texts = np.split(kept["ids"], np.cumsum(kept["lengths"])[:-1]) if len(kept["lengths"]) else []
         except (OSError, ValueError, KeyError, EOFError) as error:
-            raise InputError(f"{file} is not a pool of texts ({error}): delete it, or name another file") from error
+            raise InputError(f"{file} is not a pool of texts ({error}): delete it, or use another file") from error
         for text in texts:
             self.add(text.tolist())
 

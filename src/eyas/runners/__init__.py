@@ -32,7 +32,7 @@ __all__ = ["UnsuitedError", "make_cpu_runner", "warm_up", "with_fastest_runner"]
 log = logging.getLogger(__name__)
 KERNELS = ("auto", "on", "fixed", "compile", "off")
 WEIGHTS, ACTIVATIONS = ("exact", "auto", "bfloat16", "int8", "int4"), ("exact", "bfloat16", "int16", "int8")
-KV, DRAFT_WEIGHTS = ("exact", "bfloat16", "int8"), ("exact", "fp8", "int4")
+KV, DRAFT_WEIGHTS = ("exact", "bfloat16", "int8"), ("auto", "fp8", "int4")
 FP8_CAPABILITY = (8, 9)  # the least CUDA compute capability that multiplies fp8
 
 
@@ -43,7 +43,7 @@ def with_fastest_runner(
     weights: str = "exact",
     activations: str = "exact",
     kv: str = "exact",
-    draft_weights: str = "exact",
+    draft_weights: str = "auto",
 ) -> Target:
     """Return the target with its fastest runner.
 
@@ -62,13 +62,14 @@ def with_fastest_runner(
             int8 and int4 weights); the output is then the rounded model's.
         kv: keys and values of the cache. "exact": in the target's dtype; "bfloat16" or "int8": rounded to that by
             kernels, which makes another target, too.
-        draft_weights: format of draft nets, which changes guesses and never the text. "fp8": by eyas-gpu, on
-            GPUs with fp8 matrix products. "int4": by kernels, which otherwise round a draft's
-            weights to int8.
+        draft_weights: format of draft nets, which changes guesses and never the text. "auto": as stored, but
+            kernels on a CPU round to int8; "exact" is read as "auto". "int4": by these kernels. "fp8": by
+            eyas-gpu, on GPUs with fp8 matrix products.
 
     Raises:
         OptionError: an unknown value; rounded numbers, or a fixed order, that no kernel here supports.
     """
+    draft_weights = "auto" if draft_weights == "exact" else draft_weights
     for name, word, words in (
         ("weights", weights, WEIGHTS),
         ("activations", activations, ACTIVATIONS),
@@ -122,7 +123,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             return target.run_with(make_cpu_runner(target, weight_format, own))
         except UnsuitedError as why:
             raise OptionError(
-                f"{asked} are for the compiled kernels, and there are none for this model: {why}"
+                f"{asked} are for the compiled kernels, but there are none for this model: {why}"
             ) from why
     if kernels == "off":
         return target
@@ -133,7 +134,7 @@ def _with_runner(target: Target, kernels: str, own: bool, weight_format: WeightF
             raise _no_fixed_order("on a GPU the order of a sum depends on the pass")
         return _on_gpu(target, kernels, own)
     if kernels == "compile":
-        raise OptionError(f"kernels compile is for GPUs, and the target is on {target.device}: leave it out")
+        raise OptionError(f"kernels compile is for GPUs, but the target is on {target.device}: leave it out")
     try:
         return target.run_with(make_cpu_runner(target, own=own))
     except UnsuitedError as why:

@@ -490,7 +490,7 @@ def _places(target: Target, size: LayerSizes) -> list[Place]:
         cached = layout[at] if at < len(layout) else None
         if cached is None or cached[1:] != (h, h):
             raise UnsuitedError(
-                f"the kernels need keys and values of the width of heads, and layer {number} stores {cached}"
+                f"the kernels need keys and values of the width of heads, but layer {number} stores {cached}"
             )
         sizes = replace(size, kv_heads=cached[0], head_dim=h, rotary=min(size.rotary, h))
         places.append(Place(sizes, stores.index(cached), None if owner == number else owner))
@@ -522,17 +522,17 @@ def refuse(target: Target) -> None:
             _parts(layer, decoder, 1, 1)
         except AttributeError:
             raise UnsuitedError(
-                f"the kernels run whole layers, and layer {k} has no attention or no MLP of this family"
+                f"the kernels run whole layers, but layer {k} has no attention or no MLP of this family"
             ) from None
     size = sizes_of(target)
     places = _places(target, size)
     if other := next((place.sizes.head_dim for place in places if place.sizes.head_dim not in HEAD_DIMS), None):
         raise UnsuitedError(f"the kernels do not know heads of width {other}; known: {', '.join(map(str, HEAD_DIMS))}")
     if size.hidden % 32:
-        raise UnsuitedError(f"the kernels need widths that are multiples of 32, and hidden states have {size.hidden}")
+        raise UnsuitedError(f"the kernels need widths that are multiples of 32, but hidden states have {size.hidden}")
     for k, (layer, parts) in enumerate(_every(target)):
         if fault := _fault(layer, parts, places[k].sizes):
-            raise UnsuitedError(f"the kernels run equal layers, and layer {k} is pruned or edited: {fault}")
+            raise UnsuitedError(f"the kernels run equal layers, but layer {k} is pruned or edited: {fault}")
     faults = (
         _weight_fault(Part(family.head), (target.vocab_size, size.hidden)),
         _norm_fault(_last_norm(target), (size.hidden,)),
@@ -553,7 +553,7 @@ def sizes_of(target: Target) -> LayerSizes:
     if parts.mixture is not None and (clamp := parts.mixture.clamp) is not None:
         if clamp != CLAMP:
             raise UnsuitedError(
-                f"the kernels know gates that are clamped by {CLAMP}, and this MLP's are clamped by {clamp}"
+                f"the kernels know gates that are clamped by {CLAMP}, but this MLP's are clamped by {clamp}"
             )
         kind = "clamped"
     name = kind if parts.gate is None and parts.mixture is None else f"{kind}_gated"

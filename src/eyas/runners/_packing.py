@@ -202,7 +202,7 @@ def check_fit(target: Target, weight_format: WeightFormat) -> None:
     )
     raise FitError(
         f"the weights of {target.name} need {needed / 1e9:.1f} GB, keys and values {cache / 1e9:.1f} GB for {TOKENS} tokens, "
-        f"and {free / 1e9:.1f} GB are free{smaller}"
+        f"but {free / 1e9:.1f} GB are free{smaller}"
     )
 
 

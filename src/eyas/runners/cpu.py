@@ -302,7 +302,7 @@ def _check_weight_format(weight_format: WeightFormat, made: CpuRunner | None) ->
             "int4": ", or activations int8",
         }.get(other, "")
         raise OptionError(
-            f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, and these are kept as {other}: "
+            f"activations {weight_format.activations} are for weights kept as {' or '.join(suited)}, but these are kept as {other}: "
             f"take weights {suited[0]}{instead}"
         )
 

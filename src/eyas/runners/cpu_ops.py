@@ -61,7 +61,7 @@ class CpuOps(CpuCycleOps):
         packed: the same, packed for the kernels.
     """
 
-    draft_formats = ("exact", "int4")  # "exact" is int8 here (`kernels.draft_format`)
+    draft_formats = ("auto", "int4")  # "auto" is int8 here (`kernels.draft_format`)
 
     def __init__(self, threads: kernels.ThreadCount, lm_head: nn.Linear, packed: kernels.Matrix) -> None:
         self.threads, self.lm_head, self.packed = threads, lm_head, packed

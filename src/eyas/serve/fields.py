@@ -129,7 +129,7 @@ class GenerationBody(create_model("SamplingBody", __base__=Body, **SAMPLING)):  
 
     model: str | None = None
     logit_bias: dict[str, float] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: another one for each request
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None  # -1: a new seed for each request
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: int | None = None
     max_tokens: Limit | None = None

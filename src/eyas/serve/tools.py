@@ -76,7 +76,7 @@ def tools_of(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
         raise bad_request(f"tools: the function {min(twice)!r} is there twice", "tools")
     if choice is None or choice in ANY_CALL:
         if choice == "required" and not names:
-            raise bad_request("tool_choice is required, and there are no tools", "tool_choice")
+            raise bad_request("tool_choice is required, but there are no tools", "tool_choice")
         return Tools(
             () if choice == "none" else listed, tuple(names) if choice == "required" else (), parallel is not False
         )

@@ -292,7 +292,7 @@ def _check_folder(folder: str | Path) -> None:
     path = Path(folder)
     if path.is_dir() and not (path / "adapter_config.json").exists():
         raise ModelError(
-            f"adapter folder {str(folder)!r} has no adapter_config.json: name a folder that PEFT has written"
+            f"adapter folder {str(folder)!r} has no adapter_config.json: pass a folder that PEFT has written"
         )
     if is_missing_path(folder):
         raise ModelError(f"adapter {str(folder)!r} does not exist")

@@ -72,7 +72,7 @@ class Extension(TargetExtension):
             not cache.stores_of(n) or keys.shape[-2] != T for n, (keys, _) in read.keys_values.items() if keys.numel()
         ):
             raise InputError(
-                f"{', '.join(media)}: layers of {type(target.model).__name__} attend to images apart from the text, and eyas keeps "
+                f"{', '.join(media)}: layers of {type(target.model).__name__} attend to images apart from the text, but eyas keeps "
                 "the text's keys alone; give text alone"
             )
         cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
@@ -175,7 +175,7 @@ def check_media(model: PreTrainedModel, has_states: bool, media: Mapping[str, An
         )
     for name, value in media.items():
         if "token_type_ids" in name and value.shape[-1] != len(tokens):
-            raise InputError(f"{name} describes {value.shape[-1]} tokens, and the prompt has {len(tokens)}")
+            raise InputError(f"{name} describes {value.shape[-1]} tokens, but the prompt has {len(tokens)}")
 
 
 def _has_images(media: Mapping[str, Any]) -> bool:

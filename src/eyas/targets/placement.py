@@ -115,7 +115,7 @@ def device_of(model: nn.Module) -> torch.device:
         if getattr(hook, "io_same_device", False) and hook.execution_device is not None:
             return _device(hook.execution_device)
     raise ModelError(
-        f"the model lies on {_listed(places)}, and nothing moves hidden states between them: load it whole on one device, "
+        f"the model lies on {_listed(places)}, but nothing moves hidden states between them: load it whole on one device, "
         "or with a device_map"
     )
 

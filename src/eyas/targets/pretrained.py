@@ -211,11 +211,11 @@ def check_path(source: str | Path, role: str) -> None:
     """Raise ModelError for a name that can be neither a model's folder nor a hub id."""
     path, name = Path(source), str(source)
     if path.is_file():
-        raise ModelError(f"{role} {name!r} is a file: name the folder that holds it and its config.json")
+        raise ModelError(f"{role} {name!r} is a file: pass the folder that holds it and its config.json")
     if path.is_dir() and not (path / "config.json").exists():
         found = sorted(path.glob("*.gguf"))
         hint = f", or a file in GGUF format, such as {str(found[0])!r}" if found else ""
-        raise ModelError(f"{role} folder {name!r} has no config.json: name a folder in Hugging Face layout{hint}")
+        raise ModelError(f"{role} folder {name!r} has no config.json: pass a folder in Hugging Face layout{hint}")
     if is_missing_path(source):
         raise ModelError(f"{role} {name!r} does not exist")
 

@@ -68,7 +68,7 @@ def read_errors(file: File) -> Iterator[None]:
         # fsspec says so of a server that refuses or does not answer, too
         raise InputError(f"{file} cannot be found: {first_line(cause)}") from error
     except IsADirectoryError as error:
-        raise InputError(f"{file} is a folder; name the files in it") from error
+        raise InputError(f"{file} is a folder; pass the files in it") from error
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that ends early or is damaged
         raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:  # the libraries of stores raise errors of their own

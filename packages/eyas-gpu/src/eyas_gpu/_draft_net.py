@@ -77,7 +77,7 @@ def with_gpu_kernels(net: Net, draft_weights: str) -> Net:
     """Return a copy of the net that computes with the kernels.
 
     Args:
-        draft_weights: "exact", or "fp8": rounded, which changes drafts, never the output text.
+        draft_weights: "auto", or "fp8": rounded, which changes drafts, never the output text.
     """
     copy, fp8 = deepcopy(net, {id(x): x for x in (*net.parameters(), *net.buffers())}), draft_weights == "fp8"
     for module in list(copy.modules()):

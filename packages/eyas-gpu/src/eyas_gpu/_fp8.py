@@ -47,7 +47,7 @@ def fp8(net: Net) -> Net:
 class TorchOps(Ops):
     """The reference operations, with draft nets in fp8 on request."""
 
-    draft_formats = ("exact", "fp8")
+    draft_formats = ("auto", "fp8")
 
     def draft_net(self, net: nn.Module, draft_weights: str) -> nn.Module:
         return fp8(net) if draft_weights == "fp8" else net

@@ -33,7 +33,7 @@ class GpuOps(Ops):
             draft nets always use them.
     """
 
-    draft_formats = ("exact", "fp8")
+    draft_formats = ("auto", "fp8")
     on_cpu: bool = False
 
     def _suits(self, tensor: Tensor) -> bool:

@@ -230,7 +230,7 @@ def build(
         if same and held.tokenizer == settings.tokenizer:
             return held
         names = ", ".join(source["name"] for source in held.sources)
-        raise InputError(f"{folder} holds a datastore of {names} ({held.tokenizer_name}): name another folder")
+        raise InputError(f"{folder} holds a datastore of {names} ({held.tokenizer_name}): use another folder")
     dtype, parts, described = _dtype_for(settings.vocab_size), list[Array](), list[dict[str, Any]]()
     for source in sources:
         on_stage(f"reading {source.name}")

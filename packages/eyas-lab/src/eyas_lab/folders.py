@@ -56,7 +56,7 @@ def check_output_folder(folder: str | Path, part: str = "") -> None:
         with locked_output(folder, part):
             return
     if folder.exists():
-        raise InputError(f"cannot write into {folder}: it is a file; name a folder")
+        raise InputError(f"cannot write into {folder}: it is a file; use a folder")
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)  # another process may do the same

@@ -46,10 +46,10 @@ def messages_to_learn(record: Any) -> list[dict[str, Any]]:
     messages = messages_of(record)
     replies = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
-        raise InputError("no assistant's turn, so nothing to learn; drop the line")
+        raise InputError("no assistant's turn to train on: delete this line")
     counting = [k for k in replies if is_trained(messages[k], k + 1)]
     if not counting:
-        raise InputError("the assistant says nothing that counts; drop the line")
+        raise InputError("no assistant token to train on: delete this line")
     return messages[: counting[-1] + 1]
 
 
@@ -80,7 +80,7 @@ class ChatReader:
             first, end = self._tokens_of(span, ids, offsets, found.whole)
             counted[first:end] = [True] * (end - first)
         if not any(counted[FIRST_COUNTABLE:]):
-            raise InputError("the assistant says nothing that counts; drop the line")
+            raise InputError("no assistant token to train on: delete this line")
         return TokenizedChat(ids, counted, found.last_only, found.left_out, self._has_unused(keywords.get("tools")))
 
     def _has_unused(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:

@@ -51,7 +51,7 @@ def export(
     if dtype and dtype not in known:
         raise InputError(f"{name} has no dtype {dtype!r}: {', '.join(known) or 'it keeps the type of the head'}")
     if place.exists() or place.is_symlink():
-        raise InputError(f"{place} exists already, and an export overwrites nothing: name another folder")
+        raise InputError(f"{place} exists already: use another folder, because an export overwrites nothing")
     try:
         config, tensors = form.export(weights.method, weights.config, weights.tensors, target)
     except CheckpointError as error:

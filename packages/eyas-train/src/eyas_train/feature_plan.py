@@ -46,7 +46,7 @@ def open_or_plan(
         other = store.settings.differences(settings, is_target)
         if other:
             raise OptionError(
-                f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or name another folder"
+                f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or use another folder"
             )
         agree(store.manifest, store.missing())
         return store

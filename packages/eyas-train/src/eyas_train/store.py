@@ -233,7 +233,7 @@ class FeatureStore:
         if absent:
             needed = format_value(sorted({*stored, *layers}))
             raise InputError(
-                f"{self.folder} holds layers {format_value(stored)}, and this head also reads {format_value(absent)}: "
+                f"{self.folder} holds layers {format_value(stored)}, but this head also reads {format_value(absent)}: "
                 f"make features with `eyas features --layers {needed}`"
             )
 

@@ -251,9 +251,9 @@ def refusals(target: Target) -> dict[str, tuple[Weights, str, ExportTarget, str]
         "the target's lm_head": (with_target_head(three), "speculators", known, "uses the target's lm_head"),
         "residual": (changed(three, {"norm_before_residual": True}), "sglang", known, "norm_before_residual"),
         "own table": (changed(three, **{"embed.weight": table}), "sglang", known, "embedding table of its own"),
-        "unknown table": (changed(one, **{"embed.weight": table}), "sglang", unknown, "name the target with --target"),
+        "unknown table": (changed(one, **{"embed.weight": table}), "sglang", unknown, "pass the target with --target"),
         "embeddings as features": (first, "sglang", known, "names layers by their outputs"),
-        "bias without target": (one, "vllm", unknown, "name the target with --target"),
+        "bias without target": (one, "vllm", unknown, "pass the target with --target"),
         "explicit layers": (explicit, "safeailab", known, "no place for settings of this head: feature_layers"),
         "window": (changed(three, {"window": 32}), "safeailab", known, "sliding window of 32"),
         "no target": (three, "speculators", unknown, "names its target"),
@@ -276,7 +276,7 @@ def test_refused_with_the_reason(tmp_path: Path, target: Target) -> None:
 def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:
     """Guards against a folder of the user's that an export replaces, and against a part of one that stays."""
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputError, match="exists already, and an export overwrites nothing"):
+    with pytest.raises(InputError, match="exists already: use another folder"):
         export(head_of(target, "eagle1"), "safeailab", tmp_path / "out", ExportTarget())
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):

@@ -189,14 +189,14 @@ def test_what_llama_cpp_does_not_compute(target: Target, tmp_path: Path) -> None
     for head, target_of_it, says, name, dtype in (
         (made, known, r"give it the ending \.gguf", "folder", ""),
         (made, known, "no dtype 'q4_0': f32, f16, bf16, q8_0", "out.gguf", "q4_0"),
-        (made, ExportTarget("someone/target"), "name the target's file in GGUF format", "out.gguf", ""),
+        (made, ExportTarget("someone/target"), "pass the target's file in GGUF format", "out.gguf", ""),
         (made, other, "has the hidden size 96 and 160 tokens, the head's target 48 and 160", "out.gguf", ""),
         (eagle3_of(target, carries="normed"), known, "a normed state that is carried, which llama.cpp", "out.gguf", ""),
         (eagle3_of(target, window=9), known, "a window, which", "out.gguf", ""),
-        (eagle3_of(target, feature_layers=(0, 1, 4)), known, r"reads hidden_states\[4\], and", "out.gguf", ""),
+        (eagle3_of(target, feature_layers=(0, 1, 4)), known, r"reads hidden_states\[4\], but", "out.gguf", ""),
         (windows, known, "layers that see earlier slots only beside others", "out.gguf", ""),
         (changed(windows=(7, 7), anchored=True), known, "windows that are counted from the root", "out.gguf", ""),
-        (changed(feature_layers=(1, target.num_layers)), with_module, r"reads hidden_states\[\d\], and", "out.gguf", ""),
+        (changed(feature_layers=(1, target.num_layers)), with_module, r"reads hidden_states\[\d\], but", "out.gguf", ""),
         (changed(from_anchor=True), known, "slots that predict the next token, and no Markov head", "out.gguf", ""),
         (mtp.Method.random(target, seed=5).weights(), known, "a llama, for which eyas knows no multi-token prediction", "out.gguf", ""),
     ):  # fmt: skip

@@ -41,10 +41,10 @@ def test_what_a_format_lacks_comes_from_the_target(
     head.tensors["fc.bias"].fill_(0.01)
     checkpoints.save(head, tmp_path / "biased")
     to_vllm = ("export", tmp_path / "biased", "--format", "vllm", "--output", tmp_path / "out")
-    assert "name the target with --target" in refused(*to_vllm)
+    assert "pass the target with --target" in refused(*to_vllm)
     assert "has no config.json" in refused(*to_vllm, "--target", str(tmp_path))
     assert "no format 'vlm' to export to; did you mean vllm?" in refused(*to_vllm[:3], "vlm", *to_vllm[4:])
     result = run(*to_vllm, "--target", "llama")
     assert result.exit_code == 0, (result.output, result.exception)
     assert '--speculative-config \'{"method": "eagle"' in result.stdout
-    assert "exists already, and an export overwrites nothing" in refused(*to_vllm, "--target", "llama")
+    assert "exists already: use another folder" in refused(*to_vllm, "--target", "llama")

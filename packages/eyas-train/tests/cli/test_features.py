@@ -229,7 +229,7 @@ BAD = {
     "an unknown method": (("--method", "eagle9"), "unknown method 'eagle9'"),
     "a method without a net": (("--method", "eagle3,vanilla"), "vanilla has nothing to train"),
     "an unknown option": (("--method", "eagle1"), "unknown option 'head.layers'"),
-    "too few layers": (("--head.layers", "auto"), "name layers with --head.layers"),
+    "too few layers": (("--head.layers", "auto"), "pass layers with --head.layers"),
     "small batches": (("--batch-tokens", 16), "batch_tokens is 16, the longest example"),
     "no tokenizer": (("--target", "bare"), "no tokenizer"),
     "no such device": (("--device", "tpu9,tpu8"), "device 'tpu9' cannot be used"),

@@ -160,7 +160,7 @@ def test_answers_of_two_manners_are_not_mixed(run: Run, command: tuple[object, .
     before = (tmp_path / "own.jsonl").read_text()
     other = run(*command, "--temperature", 0.5, "--last-only")
     assert other.exit_code == 2
-    changes = "temperature 0.0 there, 0.5 now; last_only False there, True now; name another file"
+    changes = "temperature 0.0 there, 0.5 now; last_only False there, True now; use another file"
     assert f"holds answers made with other settings: {changes}" in other.stderr
     assert (tmp_path / "own.jsonl").read_text() == before
     rounded = before.replace('"activations": "exact"', '"activations": "int8"')

@@ -130,7 +130,7 @@ def test_a_step_that_ctrl_c_has_cut_off_is_not_told(
 
 BAD = {
     "a method that cannot": (("--method", "vanilla"), "the method 'vanilla' has nothing to train; these have: dflash"),
-    "a target with few layers": (("--head.layers", "auto"), "this target has 4: name layers with --head.layers"),
+    "a target with few layers": (("--head.layers", "auto"), "this target has 4: pass layers with --head.layers"),
     "a head that is as it is": (("--init", "head"), "--init names a finished head: leave --head.layers out"),
     "a tracker that is not there": (("--log", "wandb"), "wandb is not installed: pip install wandb, or leave it out"),
     "an unknown tracker": (("--log", "tensorbord"), "log knows tensorboard and wandb"),

@@ -457,7 +457,7 @@ def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: T
     store.check(target, None)
     with pytest.raises(InputError, match="features of another target: 'tiny-llama', not 'other'"):
         store.check(Target(zoo.tiny("llama", num_hidden_layers=8, seed=5), "other"), None)
-    said = "holds layers 2,4,5,8, and this head also reads 3,6: make features with `eyas features --layers 2,3,4"
+    said = "holds layers 2,4,5,8, but this head also reads 3,6: make features with `eyas features --layers 2,3,4"
     with pytest.raises(InputError, match=said):
         store.check_layers((2, 3, 6))
     with pytest.raises(InputError, match="also reads 0"):

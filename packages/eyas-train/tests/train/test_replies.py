@@ -256,8 +256,8 @@ def test_replies_that_do_not_count(tmp_path: Path, template: str, silent: dict[s
 
 
 @pytest.mark.parametrize(("reply", "says"), [
-    ({"content": "four", "weight": 0}, "the assistant says nothing that counts"),
-    ({"content": " "}, "the assistant says nothing that counts"),
+    ({"content": "four", "weight": 0}, "no assistant token to train on"),
+    ({"content": " "}, "no assistant token to train on"),
     ({"content": "four", "weight": 0.5}, "the weight of message 2 must be 0 or 1, it is 0.5"),
     ({"content": "four", "weight": "0"}, "the weight of message 2 must be 0 or 1"),
 ])  # fmt: skip

@@ -54,7 +54,7 @@ const listed = (texts) => texts.flatMap((text, i) => (i ? [i === texts.length - 
 
 /** Why the path ended where it did. */
 export function reason(cycle) {
-  if (cycle.prefill) return el("p", {}, "The target read the prompt and drew the first token. No draft is involved, and it counts to no cycle.");
+  if (cycle.prefill) return el("p", {}, "The target read the prompt and drew the first token. This is the prompt's pass, not a draft cycle.");
   const end = cycle.nodes[cycle.path.at(-1)];
   if (!end) return el("p", {}, "The server sent no tree for this cycle.");
   const own = chip(cycle.bonus_text);

@@ -91,9 +91,7 @@ class Records:
         there = parse_json(file.read_bytes()) if file.exists() else None
         if there is not None and there != now:
             other = sorted(name for name in {*there, *now} if there.get(name) != now.get(name))
-            raise OptionError(
-                f"{folder} holds an audit with other settings ({', '.join(other)}): name another --output"
-            )
+            raise OptionError(f"{folder} holds an audit with other settings ({', '.join(other)}): use another --output")
         write_text(file, json.dumps(now) + "\n")
 
     def answers(self, part: str, make: Callable[[], list[Answer]]) -> list[Answer]:

@@ -31,7 +31,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     except (OSError, InputError) as error:
         raise InputError(f"{place} cannot be read as a summary of `eyas bench`: {error}") from error
     if not isinstance(summary, dict) or "rows" not in summary:
-        raise InputError(f"{place} is not a summary of `eyas bench`: name a folder or its summary.json")
+        raise InputError(f"{place} is not a summary of `eyas bench`: pass a folder or its summary.json")
     if summary.get("format") != FORMAT:
         raise InputError(f"{place} has format {summary.get('format')}, this eyas reads {FORMAT}: run the bench again")
     return summary

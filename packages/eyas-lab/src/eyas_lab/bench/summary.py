@@ -88,7 +88,8 @@ def summarise(
 
 def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
     forms = ("weights", "activations", "kv", "draft_weights")
-    rounded = [f"{name.replace('_', ' ')} rounded to {settings[name]}" for name in forms if settings[name] != "exact"]
+    kept = ("exact", "auto")  # auto: the drafts' default
+    rounded = [f"{form.replace('_', ' ')} rounded to {settings[form]}" for form in forms if settings[form] not in kept]
     how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
     title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return title + (" (SIMULATED acceptance)" if bench.simulated else "")

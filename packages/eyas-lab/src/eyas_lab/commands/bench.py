@@ -82,7 +82,7 @@ class BenchOptions:
     simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""
-    draft_weights: DRAFT_WEIGHTS = "exact"
+    draft_weights: DRAFT_WEIGHTS = "auto"
 
 
 def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions, options: BenchMethodOptions) -> int:

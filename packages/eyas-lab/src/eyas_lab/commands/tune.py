@@ -46,7 +46,7 @@ class TuneOptions:
     """The draft head: a folder or a hub id."""
     method: Annotated[str | None, "Method", "NAME"] = None
     """A method with dynamic trees. Default: the best for the head."""
-    draft_weights: DRAFT_WEIGHTS = "exact"
+    draft_weights: DRAFT_WEIGHTS = "auto"
     force: Annotated[bool, "Machine"] = False
     """Measure everything again."""
     as_json: AS_JSON = False
@@ -63,7 +63,7 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
     limit = llm.drafter.max_tree
     if limit is None:
         raise OptionError(
-            f"{llm.method} has no dynamic trees: there is nothing to tune; name another --method, like eagle3"
+            f"{llm.method} has no dynamic trees: there is nothing to tune; use another --method, like eagle3"
         )
     costs, known = load_costs(llm.drafter, job.force)
     guess = Acceptance(limit, first_chance(llm.drafter))

@@ -135,11 +135,10 @@ def heads_loss(
     target: Target, batch: Batch, heads: int, read: Callable[[int, Tensor], tuple[Tensor, Tensor]], decay: float,
     objective: str,
 ) -> Loss:  # fmt: skip
-    """Return the loss: the cross-entropy of head k at token t, which predicts token t+2+k and counts when that token
-    does; times decay^k, summed.
+    """Return the sum over heads k of decay^k times the cross-entropy of head k. Head k at token t predicts token
+    t+2+k, and counts where the batch counts that token.
 
-    The count of the loss is the first head's; of further heads a few tokens less count, at the ends
-    of documents.
+    `Loss.count` is the count of the first head. Later heads count a few tokens less, at the ends of documents.
 
     Args:
         batch: with the target's final features.

@@ -50,7 +50,7 @@ class Journal:
         if other:
             raise OptionError(
                 f"{self.path.parent.parent} holds a run with other settings: {'; '.join(other)}; "
-                "repeat the old ones, or name another --output"
+                "repeat the old ones, or use another --output"
             )
 
     def __contains__(self, name: str) -> bool:

@@ -151,7 +151,7 @@ def _bench(seconds: float, speeds: Speeds) -> tuple[int, int, float]:
 
 
 def effective_tokens(tokens: float, passes: float) -> float:
-    """Return how many tokens of new text teach as much as so many read in so many passes."""
+    """Return the number of new tokens worth `tokens` tokens read `passes` times."""
     if passes <= 1:
         return tokens * passes
     return tokens * (1 + REPEATS_WORTH * (1 - math.exp(-(passes - 1) / REPEATS_WORTH)))

@@ -68,7 +68,7 @@ def check_same(drafter: EagleMethod, head: Any, source: str) -> None:
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise HeadMismatchError(
-                f"{source}: its {name} is {_shown(theirs.get(name))}, and {_shown(ours.get(name))} in the head in use: "
+                f"{source}: its {name} is {_shown(theirs.get(name))}, but {_shown(ours.get(name))} in the head in use: "
                 "start with that head to use it"
             )
 

@@ -130,7 +130,7 @@ def read_data(llm: LLM, paths: Sequence[str], max_length: int, heldout: float) -
     if largest >= llm.target.vocab_size:
         raise InputError(
             f"the tokenizer makes token {largest} of this data, the target's vocabulary is "
-            f"0..{llm.target.vocab_size - 1}: name the target's own with --tokenizer"
+            f"0..{llm.target.vocab_size - 1}: pass the target's own with --tokenizer"
         )
     note_problems(data.report.problems)
     note(str(data.report))

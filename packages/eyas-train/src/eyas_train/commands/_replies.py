@@ -69,7 +69,7 @@ class Replier:
             name = there.get("target") if isinstance(there, dict) else there
             other.insert(0, f"target {name!r} there, {self.llm.target.name!r} now")
         if other:
-            raise OptionError(f"{path} holds answers made with other settings: {'; '.join(other)}; name another file")
+            raise OptionError(f"{path} holds answers made with other settings: {'; '.join(other)}; use another file")
 
     def replies(
         self, conversations: Iterable[Conversation], total: int, on_step: Callable[[int], None]

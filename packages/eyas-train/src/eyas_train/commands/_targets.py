@@ -8,19 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli.tools import DraftOptions, ExactTarget, TargetOptions, load
+from eyas.cli.tools import DraftOptions, ExactTarget, FeatureTarget, TargetOptions, load
 from eyas.errors import OptionError
 
 if TYPE_CHECKING:
     from eyas.api import LLM
 
-__all__ = ["ExactTarget", "check_exact", "load_target", "recorded_target", "training_record"]
+__all__ = ["ExactTarget", "FeatureTarget", "check_exact", "load_target", "recorded_target", "training_record"]
 
 
 def check_exact(model: TargetOptions) -> None:
     """Refuse a rounded target and kernels where features are read."""
-    exact = dict.fromkeys(("weights", "activations", "kv"), ("exact",))
-    allowed = {"kernels": ("auto", "off"), **exact}
+    allowed = {"kernels": ("auto", "off"), "weights": ("exact",), "activations": ("exact",), "kv": ("exact",)}
     for name, fitting in allowed.items():
         if (given := getattr(model, name)) not in fitting:
             raise OptionError(f"--{name} {given}: features are read by the model's own forward, as it is: leave it out")

@@ -105,7 +105,7 @@ def command(
     folder = Path(str(job.output)).expanduser()
     check_output_folder(folder)
     if not (folder / "work").exists() and folder.exists() and any(not f.name.startswith(".") for f in folder.iterdir()):
-        raise InputError(f"{folder} holds something that this command has not made: name another --output")
+        raise InputError(f"{folder} holds something that this command has not made: use another --output")
     material = read_material(job.data)
     with locked_folder(folder / "work"):
         run = Run(job, model, folder, Journal(folder / "work", _settings(job, model)))

@@ -63,7 +63,7 @@ def command(
 
     weights = checkpoints.load(head)
     if job.generate_hook and exports.suffix(weights.method, job.format):
-        raise InputError(f"--generate-hook writes into a folder, and {job.format} is a single file: leave it out")
+        raise InputError(f"--generate-hook writes into a folder, but {job.format} is a single file: leave it out")
     lines = exports.export(weights, job.format, job.output, _target(head, job), job.dtype or "")
     if job.generate_hook:
         from eyas_train.custom_generate import write_custom_generate
@@ -113,5 +113,5 @@ def _architectures(target: str) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise InputError(f"target {target}: its config.json cannot be read ({first_line(error, 200)})") from error
     if not config:
-        raise InputError(f"target {target} has no config.json: name a folder in Hugging Face layout, or a hub id")
+        raise InputError(f"target {target} has no config.json: pass a folder in Hugging Face layout, or a hub id")
     return tuple(map(str, config.get("architectures") or ()))

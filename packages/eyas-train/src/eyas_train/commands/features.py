@@ -34,7 +34,7 @@ from eyas.errors import InputError, OptionError
 from eyas.locks import locked_output
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_files, read_data
-from eyas_train.commands._targets import ExactTarget, load_target
+from eyas_train.commands._targets import FeatureTarget, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -96,7 +96,7 @@ class FeatureOptions:
 def command(
     *,
     job: FeatureOptions,
-    model: ExactTarget,
+    model: FeatureTarget,
     options: TrainMethodOptions,
     arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
 ) -> None:
@@ -108,7 +108,7 @@ def command(
     devices = model.device.split(",")
     on_ray = job.workers is not None and not job.only and on_cluster()
     if on_ray and len(devices) > 1:
-        raise UsageError("on a cluster --workers says how many processes there are: name one --device, or none")
+        raise UsageError("on a cluster --workers says how many processes there are: pass one --device, or none")
     if job.verify:
         _verify(FeatureStore(folder))
         return
@@ -258,7 +258,7 @@ def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOption
 class MakeWriter:
     """Loads the target in a worker of Ray's, which sees the folder."""
 
-    model: ExactTarget
+    model: FeatureTarget
     folder: Path
     batch_tokens: int
 

@@ -36,7 +36,7 @@ from eyas.cli.tools import (
 from eyas.errors import EyasError, OptionError
 from eyas_lab.folders import check_output_folder
 from eyas_train.commands._data import check_source, training_data, training_options
-from eyas_train.commands._targets import ExactTarget, check_exact, load_target
+from eyas_train.commands._targets import FeatureTarget, check_exact, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -98,7 +98,7 @@ class TrainingOptions(ConfigOptions):
         return TrainConfig
 
 
-def command(*, head: HeadOptions, training: TrainingOptions, model: ExactTarget, options: TrainMethodOptions) -> int:
+def command(*, head: HeadOptions, training: TrainingOptions, model: FeatureTarget, options: TrainMethodOptions) -> int:
     """Train a draft head for a target."""
     if head.workers is None and head.min_workers is not None:
         raise UsageError("--min-workers goes with --workers")
@@ -127,7 +127,7 @@ class _Loop:
 
     head: HeadOptions
     training: dict[str, Any]
-    model: ExactTarget
+    model: FeatureTarget
     options: dict[str, Any]
 
     def __call__(self, stop: Callable[[], bool]) -> str | None:
@@ -139,7 +139,7 @@ class _Loop:
 
 
 def _train_with_workers(
-    head: HeadOptions, training: dict[str, Any], model: ExactTarget, options: dict[str, Any]
+    head: HeadOptions, training: dict[str, Any], model: FeatureTarget, options: dict[str, Any]
 ) -> None:
     if head.restart:
         raise UsageError(
@@ -177,7 +177,7 @@ def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
 def _train(
     head: HeadOptions,
     training: dict[str, Any],
-    model: ExactTarget,
+    model: FeatureTarget,
     options: dict[str, Any],
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -201,7 +201,7 @@ def _train(
     train_head(llm, head, config, method_options, verbose=model.verbose, stop=stop)
 
 
-def _load_shared(model: ExactTarget) -> LLM:
+def _load_shared(model: FeatureTarget) -> LLM:
     """Return the target whose layers are divided among the processes. It is loaded into the CPU's memory."""
     import torch
 

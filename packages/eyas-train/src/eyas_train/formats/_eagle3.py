@@ -32,10 +32,10 @@ def publish(
     refuse_qkv_bias(ours, reader)
     if ours["qk_norm"] and not qk_norm:
         raise CheckpointError(
-            f"the head has Qwen3's layers, with norms of queries and keys, and {reader} computes LLaMA's"
+            f"the head has Qwen3's layers, with norms of queries and keys, but {reader} computes LLaMA's"
         )
     if ours["fc_bias"] and bool(published.pop("fc.bias").any()):
-        raise CheckpointError(f"the head has a bias of fc, and {reader} computes none in EAGLE-3 heads")
+        raise CheckpointError(f"the head has a bias of fc, but {reader} computes none in EAGLE-3 heads")
     return ours, layer_config(ours, published), published
 
 
@@ -43,5 +43,5 @@ def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
     """Raise CheckpointError if a head has biases of q, k and v; `reader` is an engine that has them only with one of o."""
     if config["qkv_bias"]:
         raise CheckpointError(
-            f"the head has biases of q, k and v, and {reader} has them only together with one of o, which the head lacks"
+            f"the head has biases of q, k and v, but {reader} has them only together with one of o, which the head lacks"
         )

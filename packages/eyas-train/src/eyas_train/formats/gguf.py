@@ -96,7 +96,7 @@ def _target_file(target: ExportTarget) -> File:
     path = Path(target.name).expanduser()
     if path.suffix != ".gguf" or not path.is_file():
         raise CheckpointError(
-            "such a file has the target's vocabulary: name the target's file in GGUF format with --target, which llama-server gets with -m"
+            "such a file has the target's vocabulary: pass the target's file in GGUF format with --target, which llama-server gets with -m"
         )
     return File(path)
 
@@ -193,7 +193,7 @@ def _module(config: Config, tensors: Tensors, file: File) -> Published:
     """Return the target's settings, one layer more, and the module as that layer."""
     if _plain(gguf_names.MTP_TYPES.get(file.architecture, "")) != _plain(config["target_model_type"]):
         raise CheckpointError(
-            f"{file.name} is a {file.architecture}, and the module's target a {config['target_model_type']}"
+            f"{file.name} is a {file.architecture}, but the module's target a {config['target_model_type']}"
         )
     layers = _own_layers(file)
     if int(file.get("ARCH.nextn_predict_layers", 0)) > 1:
@@ -241,7 +241,7 @@ def _refuse_last(features: Any, layers: int) -> None:
     """Raise CheckpointError if the head reads the output of the target's last layer: llama.cpp gives inputs of layers."""
     if max(features) >= layers:
         raise CheckpointError(
-            f"the head reads hidden_states[{max(features)}], and llama.cpp gives the inputs of the target's {layers} layers"
+            f"the head reads hidden_states[{max(features)}], but llama.cpp gives the inputs of the target's {layers} layers"
         )
 
 

@@ -37,7 +37,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise CheckpointError(f"the head has {refused}, which optimum-intel's class does not know")
     published, their_tensors = sglang.export(method, config, tensors, target)
     if "lm_head.weight" not in their_tensors:
-        raise CheckpointError("the head uses the target's LM head, and optimum-intel's class has one of its own")
+        raise CheckpointError("the head uses the target's LM head, but optimum-intel's class has one of its own")
     vocabulary, drafted = published["vocab_size"], len(their_tensors["lm_head.weight"])
     if "d2t" not in their_tensors:
         assert drafted == vocabulary

@@ -32,7 +32,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         raise CheckpointError(f"SafeAILab's form has no place for settings of this head: {', '.join(needs)}")
     if config.get("window"):
         raise CheckpointError(
-            f"the head was trained with a sliding window of {config['window']} tokens, and the authors' code has none: it would show the "
+            f"the head was trained with a sliding window of {config['window']} tokens, but the authors' code has none: it would show the "
             "head more than it knows"
         )
     return published, their_tensors

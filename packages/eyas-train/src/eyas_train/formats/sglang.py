@@ -39,7 +39,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         )
     if ours["norm_before_residual"]:
         raise CheckpointError(
-            "the head's residual is the normed hidden state (norm_before_residual), and SGLang always takes the raw one"
+            "the head's residual is the normed hidden state (norm_before_residual), but SGLang always takes the raw one"
         )
     settings: dict[str, Any] = {key: True for key in ("norm_before_fc", "fc_norm") if ours[key]}
     if ours["carries"] == "normed":
@@ -47,7 +47,7 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     if ours["feature_layers"]:
         if ours["feature_layers"][0] == 0:
             raise CheckpointError(
-                "the head reads the target's embeddings (hidden_states[0]), and SGLang names layers by their outputs"
+                "the head reads the target's embeddings (hidden_states[0]), but SGLang names layers by their outputs"
             )
         settings["eagle_config"] = {IDS: [k - 1 for k in ours["feature_layers"]], "use_aux_hidden_state": True}
         settings["num_aux_hidden_states"] = ours["num_features"]
@@ -84,9 +84,9 @@ def _without_table(tensors: Mapping[str, Tensor], target: ExportTarget) -> dict[
         return others
     if target.embedding is None:
         raise CheckpointError(
-            "the head has an embedding table, and SGLang drafts with the target's: name the target with --target, so that they are compared"
+            "the head has an embedding table, but SGLang drafts with the target's: pass the target with --target, so that they are compared"
         )
     theirs = target.embedding()
     if table.shape != theirs.shape or not torch.allclose(table.float(), theirs, rtol=1e-2, atol=1e-3):
-        raise CheckpointError("the head has an embedding table of its own, and SGLang drafts with the target's")
+        raise CheckpointError("the head has an embedding table of its own, but SGLang drafts with the target's")
     return others

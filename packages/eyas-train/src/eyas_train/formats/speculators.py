@@ -59,7 +59,7 @@ def _eagle3(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor
     if ours["qk_norm"]:
         layer["model_type"] = "qwen3"
     if ours["head"] == "target":
-        raise CheckpointError("the head uses the target's lm_head, and the library's class has one of its own")
+        raise CheckpointError("the head uses the target's lm_head, but the library's class has one of its own")
     if ours["target_hidden_size"] != ours["hidden_size"]:
         raise CheckpointError(
             f"the head's hidden size is {ours['hidden_size']} and the target's {ours['target_hidden_size']}: in this library they are equal"
@@ -88,19 +88,19 @@ def _block(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         )
     windows, causal = config.get("windows") or (), config.get("causal") or ()
     if any(windows) and not config.get("anchored"):
-        raise CheckpointError("the head's windows are counted from each slot, and in this library from the root")
+        raise CheckpointError("the head's windows are counted from each slot, but in this library from the root")
     if any(causal) and not any(windows):
         raise CheckpointError(
-            "slots of the head see earlier slots only, and in this library only in layers with a window"
+            "slots of the head see earlier slots only, but in this library only in layers with a window"
         )
     for key, fact in (("embed_scale", "embeddings"), ("logit_scale", "logits")):
         if config.get(key) not in (None, 1.0):
-            raise CheckpointError(f"the head's {fact} have a factor, and in this library they have none")
+            raise CheckpointError(f"the head's {fact} have a factor, but in this library they have none")
     if config.get("logit_cap"):
-        raise CheckpointError("the head's logits are capped, and in this library they are not")
+        raise CheckpointError("the head's logits are capped, but in this library they are not")
     drafted = config.get("draft_vocab") or config["vocab_size"]
     if "embed.weight" in tensors or ("head.weight" in tensors and drafted == config["vocab_size"]):
-        raise CheckpointError("the head has embeddings or an lm_head of its own, and this library takes the target's")
+        raise CheckpointError("the head has embeddings or an lm_head of its own, but this library takes the target's")
     common = write_common({**config, "windows": (), "causal": (), "draft_vocab": 0}, "")
     not_there = ("architectures", "block_size", "num_target_layers", "sample_from_anchor", "eyas")
     layer = {name: value for name, value in common.items() if name not in not_there}

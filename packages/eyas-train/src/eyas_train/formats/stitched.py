@@ -107,7 +107,7 @@ def _folder(target: ExportTarget) -> Path:
     """Return the target's folder, fetched from the hub if it is not here."""
     if not target.name:
         raise CheckpointError(
-            "a module is stitched into a copy of its target: name the target's folder or hub id with --target"
+            "a module is stitched into a copy of its target: pass the target's folder or hub id with --target"
         )
     folder = Path(target.name).expanduser()
     if folder.is_dir():

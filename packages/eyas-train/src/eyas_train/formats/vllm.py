@@ -60,7 +60,7 @@ def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
             if target.embedding is None:
                 raise CheckpointError(
                     "the head has a bias of fc, which vLLM's EAGLE-1 does not compute. An embedding table of the head's own can take it: "
-                    "name the target with --target, whose table that one is made from"
+                    "pass the target with --target, whose table that one is made from"
                 )
             table = target.embedding()
         sent["embed.weight"] = bias_into_embedding(table, weight, bias).to(weight.dtype)

@@ -73,7 +73,7 @@ def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
     file = Path(path)
     if not file.is_file():
         raise InputError(
-            f"{file} {'is a folder' if file.exists() else 'does not exist'}; name a file of prompts, one a line"
+            f"{file} {'is a folder' if file.exists() else 'does not exist'}; pass a file of prompts, one a line"
         )
     reader = _Reader(file.name.partition(".")[0], own=True)
     reader.read(lines_of(file))

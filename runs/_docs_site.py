@@ -36,7 +36,7 @@ REFERENCE = {
 }
 COMMANDS = ("src/eyas/cli/[a-z]*.py", "packages/*/src/*/commands/[a-z]*.py")
 METHODS, PYTHON = "reference/methods/", "reference/python/"  # folders of generated pages
-PICTURES = ROOT / "docs" / "pictures" / "methods"  # runs/draw_tree.py --methods
+PICTURES = ROOT / "docs" / "pictures" / "methods"  # drawn by runs/draw_tree.py of commit ecd2fed0
 
 
 def methods() -> dict[str, Path]:

@@ -1,9 +1,13 @@
-"""Markdown for pages and terminals: tables and their cells."""
+"""Markdown for pages and terminals: tables and their cells, and pages that a script makes."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from eyas.files import write_text
 
 Interval = Sequence[float | None]  # value, low, high
 
@@ -33,6 +37,13 @@ def columns(rows: Mapping[str, Any], makers: Mapping[str, Callable[[Any], str]],
     return table([corner, *makers], lines)
 
 
-def blocks(parts: Iterable[str]) -> str:
-    """Paragraphs, headings and tables, parted by empty lines."""
-    return "\n\n".join(parts) + "\n"
+def renew(doc: str | None, make: Callable[[], Mapping[Path, str]], arguments: Sequence[str] | None) -> int:
+    """Write pages, or with --check nothing: then the exit status is 1 where a page would change."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when a page would change")
+    check, changed = parser.parse_args(arguments).check, False
+    for page, text in make().items():
+        changed |= not page.exists() or page.read_text(encoding="utf-8") != text
+        if not check:
+            write_text(page, text)
+    return int(check and changed)

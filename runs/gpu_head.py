@@ -63,7 +63,7 @@ def say(*words: object) -> None:
 
 
 def prompts(args: argparse.Namespace) -> None:
-    """Pack the prompts in the order of `runs/smollm2.py questions`, and the answers that are here."""
+    """Pack the prompts in the order of runs/smollm2.py, and the answers that are here."""
     tokenizer = AutoTokenizer.from_pretrained(named.place_of(TARGET))
 
     def prompt_of(chat: dict[str, Any]) -> list[int]:

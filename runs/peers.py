@@ -1,21 +1,14 @@
-"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head,
-in alternation.
+"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head, in alternation.
 
     make interop; make peers LLAMA_CPP=FOLDER     the engines that are installed; llama.cpp from a build of your own
-    python runs/peers.py --output docs/results/peers.json --rounds 3
     python runs/peers.py --target smollm2-q4_1 --output docs/results/peers_smollm2.json --rounds 3
     python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
-    python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary, from the raw rows
+    python runs/peers.py --output FILE.json --rounds 0         only the summary, from the raw rows
 
-Every engine is a process of its own with --threads threads and is ready before anything is
-measured; each prompt is answered by all of them, another one first each time. Greedy, one row. A
-round measures
-
-answers    the first --prompts bundled prompts of one turn, at most --max-new-tokens tokens: seconds to the first token and to the last
-prompts    a text of --prompt-tokens tokens, to the first token
-
-The ids are compared with those of eyas' plain decoding. Rounds are added to those that were
-measured before with the same settings.
+Every engine is a process of its own with --threads threads and is ready before anything is measured. All of them answer
+the first --prompts bundled prompts of one turn, in another order each time, and read a text of --prompt-tokens tokens.
+Greedy, one row; ids are compared with those of eyas' plain decoding. Rounds are added to those that were measured before
+with the same settings.
 """
 
 from __future__ import annotations

@@ -103,21 +103,9 @@ def machine() -> dict[str, object]:
     }
 
 
-def shown_script(script: Path) -> str:
-    """Return the path of a script in this repository, as a command line names it."""
-    root = Path(__file__).resolve().parents[1]
-    return str(script.resolve().relative_to(root)) if script.resolve().is_relative_to(root) else f"runs/{script.name}"
-
-
-def write(
-    path: Path, record: Mapping[str, Any], before: Mapping[str, object] | None = None, quiet: bool = False
-) -> None:
-    """Write a record with its command and machine, and print it unless `quiet`.
-
-    Args:
-        before: the machine at the beginning.
-    """
-    command = " ".join(["python", shown_script(Path(sys.argv[0])), *sys.argv[1:]])
+def write(path: Path, record: Mapping[str, Any], before: Mapping[str, Any] | None = None, quiet: bool = False) -> None:
+    """Write a record with its command and machine, as it was `before` the work; print it unless `quiet`."""
+    command = " ".join(["python", f"runs/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     load = {"load_after": machine()["load_1min"]} if before else {}
     whole = {"command": command, "machine": before or machine(), **load, **record}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +163,7 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
 
 
 class Rows:
-    """A JSONL file of measurements, each written when it is made. Started again with the same
-    settings, a run goes on behind the last.
+    """A JSONL file of measurements, each written when it is made: a run that is started again goes on after the last.
 
     InputError when the file was made with other settings.
     """

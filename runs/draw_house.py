@@ -27,8 +27,8 @@ STYLE = {"svg.hashsalt": "eyas", "svg.fonttype": "none", "font.family": "sans-se
 # From the inside out; a ring imports the rings inside it and nothing else. What is not named here is a wing.
 RINGS = {
     "core: the loop": "core errors formats threads timing",
-    "methods, and the files of their heads": "drafters checkpoints nn losses objectives tiny",
-    "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware option_texts elsewhere",
+    "methods, and the files of their heads": "drafters checkpoints nn tiny",
+    "api, and what wings share": "api arguments text targets files locks passes hardware option_texts elsewhere",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
 WING = "#fbeed9"

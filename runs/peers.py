@@ -2,7 +2,6 @@
 
     make interop; make peers LLAMA_CPP=FOLDER     the engines that are installed; llama.cpp from a build of your own
     python runs/peers.py --target smollm2-q4_1 --output docs/results/peers_smollm2.json --rounds 3
-    python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
     python runs/peers.py --output FILE.json --rounds 0         only the summary, from the raw rows
 
 Every engine is a process of its own with --threads threads and is ready before anything is measured. All of them answer
@@ -120,7 +119,6 @@ def main() -> None:
         prompt_tokens=512,
         threads=2,
         only=("", "engines whose names hold one of these words, separated by commas"),
-        prepare=(False, "convert the model, start every engine once, measure nothing"),
     )
     made.add_argument("--llama-cpp", type=Path, default=sources, help="sources of llama.cpp")
     made.add_argument("--llama-build", type=Path, default=build, help="default: build in --llama-cpp")
@@ -136,21 +134,20 @@ def main() -> None:
     long = ([token for _, ids in prompts for token in ids] * args.prompt_tokens)[: args.prompt_tokens]
     settings = {name: getattr(args, name) for name in ("prompts", "max_new_tokens", "prompt_tokens", "threads")}
     settings |= {"target": args.target} if args.target != "embedded" else {}
-    rows = None if args.prepare else Rows(args.output.with_suffix(".raw.jsonl"), settings)
-    if args.rounds or args.prepare:
+    rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)
+    if args.rounds:
         with ExitStack() as stack:
             entered = [(engine, stack.enter_context(engine.start())) for engine in track(chosen, "starting")]
             for _, ask in track(entered, "warming up"):
                 for _, ids in prompts[:3]:
                     ask("answer", ids=ids, max_tokens=args.max_new_tokens)
-            for _ in range(args.rounds if rows is not None else 0):
+            for _ in range(args.rounds):
                 measure(entered, prompts, long, rows, args)
-    if rows is not None:
-        exact = {engine.name: engine.exact for engine in known}
-        figures = summary(rows, list(exact), args)
-        record = {"settings": {**settings, "rounds": next_round(rows)}, "left_out": workshop.left_out}
-        write(args.output, {**record, "exact": exact, "engines": figures}, before, quiet=True)
-        print(table(figures, exact))
+    exact = {engine.name: engine.exact for engine in known}
+    figures = summary(rows, list(exact), args)
+    record = {"settings": {**settings, "rounds": next_round(rows)}, "left_out": workshop.left_out}
+    write(args.output, {**record, "exact": exact, "engines": figures}, before, quiet=True)
+    print(table(figures, exact))
 
 
 def table(figures: Figures, exact: Figures) -> str:

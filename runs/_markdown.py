@@ -12,12 +12,12 @@ from eyas.files import write_text
 Interval = Sequence[float | None]  # value, low, high
 
 
-def cell(figure: float | Interval | None, digits: int = 2, sign: str = "") -> str:
+def cell(figure: float | Interval | None, digits: int = 2) -> str:
     """`1.46 [1.35, 1.59]`, `1.46`, or nothing."""
     value, low, high = (figure, None, None) if figure is None or isinstance(figure, int | float) else figure
     if value is None:
         return ""
-    return f"{value:{sign}.{digits}f}" + ("" if low is None else f" [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]")
+    return f"{value:.{digits}f}" + ("" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]")
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers: int = 0) -> str:
@@ -28,11 +28,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]], numbers: int = 0)
 
 
 def columns(rows: Mapping[str, Any], makers: Mapping[str, Callable[[Any], str]], corner: str = "") -> str:
-    """A table of a row for each name, and of the columns that `makers` make of the rows.
-
-    Args:
-        corner: the head of the names.
-    """
+    """A table of a row for each name, and of the columns that `makers` make; `corner` is the head of the names."""
     lines = ([name, *(make(row) for make in makers.values())] for name, row in rows.items())
     return table([corner, *makers], lines)
 

@@ -96,12 +96,7 @@ def negatives(text: str) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the pages."""
-    return renew(__doc__, pages, arguments)
-
-
-def pages() -> dict[Path, str]:
-    """Return both pages."""
-    return {INDEX: index(INDEX.read_text(encoding="utf-8")), NEGATIVE: negative_results()}
+    return renew(__doc__, lambda: {INDEX: index(INDEX.read_text("utf-8")), NEGATIVE: negative_results()}, arguments)
 
 
 if __name__ == "__main__":

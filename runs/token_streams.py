@@ -10,7 +10,6 @@ decides by the clock.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import run
+from _common import parser, run
 from rich.progress import track
 
 import eyas
@@ -125,10 +124,10 @@ def streams() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["record", "compare"])
-    parser.add_argument("file", type=Path)
-    args = parser.parse_args()
+    options = parser(__doc__, None)
+    options.add_argument("command", choices=["record", "compare"])
+    options.add_argument("file", type=Path)
+    args = options.parse_args()
     made = json.loads(json.dumps(streams()))
     if args.command == "record":
         write_text(args.file, json.dumps(made))

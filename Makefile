@@ -7,16 +7,16 @@ JOBS   ?= 2
 TESTS  ?= tests packages
 ARGS   ?=
 
-BIN   := .venv/bin
-STAMP := .venv/.installed
-LINT  := src tests runs packages conftest.py
+# Contestants of `make bench`: trees of several sizes, the size that the machine suggests, and that size with a random head.
+SIZES  := eagle3:tree.nodes=4:tree.depth=3:tree.branch=1,eagle3:tree.nodes=8:tree.depth=4:tree.branch=2,eagle3:tree.nodes=26:tree.depth=5:tree.branch=4
+TREES  := $(SIZES),eagle3:tree=auto,eagle3:tree=auto:head=random
 
 # Programs that others have written, for tests/clients and runs/serve_load.py; not needed by eyas, and apart from it.
 CLIENTS       := lm-eval[api,hf] guidellm llama-benchy langchain-openai transformers[serving] anthropic openai-agents litellm llm
 CLIENTS_BIN   := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
-# Ray, what it brings, and an object store on this machine, for packages/eyas-ray/tests and packages/eyas-ray/runs/scale_kills.py. This environment sees the packages of .venv, by a path in it.
+# Ray, what it brings, and an object store on this machine, for packages/eyas-ray/tests. This environment sees the packages of .venv, by a path in it.
 SCALE       := ray[serve,data,train] mmh3 kubernetes-validate s3fs moto[s3] flask flask-cors
 SCALE_STAMP := .venv-scale/.installed
 
@@ -52,8 +52,8 @@ serve: $(STAMP) ## the embedded model for clients of OpenAI's interface, on http
 	@$(BIN)/eyas serve $(ARGS)
 
 bench: $(STAMP) ## tokens per second of plain decoding, generate and several trees on this machine (minutes)
-	@echo "==> runs/speed.py"
-	@$(BIN)/python runs/speed.py $(ARGS)
+	@echo "==> eyas bench"
+	@$(BIN)/eyas bench --restart --probe 0 --methods $(TREES) $(ARGS)
 
 bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DATA=chats.jsonl, or FEATURES=folder; hours, goes on where it was)
 	@test -n "$(DATA)$(FEATURES)" || \

@@ -1,8 +1,6 @@
-"""Pages of the documentation site that are not files of docs/: the repository's own pages, each
-method, the help of each command, the reference of the Python interface, the tutorial.
+"""A hook of mkdocs: pages of the site that are not files of docs/, such as methods, commands and the Python reference.
 
-mkdocs.yml names this file as a hook of mkdocs; `make docs` builds the site. Links that lead out of
-docs/ become links to these pages, or plain words where the site has no such page.
+Links that lead out of docs/ become links to these pages, or plain words where the site has no such page.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ REFERENCE = {
 }
 COMMANDS = ("src/eyas/cli/[a-z]*.py", "packages/*/src/*/commands/[a-z]*.py")
 METHODS, PYTHON = "reference/methods/", "reference/python/"  # folders of generated pages
-PICTURES = ROOT / "docs" / "pictures" / "methods"  # runs/draw_tree.py --methods
+PICTURES = ROOT / "docs" / "pictures" / "methods"  # drawn by runs/draw_tree.py of commit ecd2fed0
 
 
 def methods() -> dict[str, Path]:
@@ -96,12 +94,9 @@ def commands_page() -> str:
     if not python.exists():
         return "# Commands\n\nThis site was built without `.venv`: run `eyas --help`, and `eyas COMMAND --help`."
     names = sorted({file.stem for folder in COMMANDS for file in ROOT.glob(folder) if file.stem[0] != "_"} - {"tools"})
-    parts = [
-        "# Commands",
-        "Each command, as `eyas COMMAND --help` shows it. [eyas chat](#eyas-chat) also shows the panel *More*, which all commands "
-        "that load a model have. [Methods](methods.md) has the options of each method.",
-        f"```text\n{help_of(python)}\n```",
-    ]
+    about = """Each command, as `eyas COMMAND --help` shows it. [eyas chat](#eyas-chat) also shows the panel *More*, which all
+commands that load a model have. [Methods](methods.md) has the options of each method."""
+    parts = ["# Commands", about, f"```text\n{help_of(python)}\n```"]
     for name in names:
         everything = ["--method", "vanilla", "--help-all"] if name == "chat" else []
         parts += [f"## eyas {name}", f"```text\n{help_of(python, name, *everything)}\n```"]
@@ -117,13 +112,10 @@ def help_of(python: Path, *command: str) -> str:
 
 
 def method_page(name: str, file: Path) -> str:
-    """The picture of a method where one exists, its row of docs/reference/methods.md, and its file:
-    docstring, options, classes."""
-    rows = (ROOT / "docs" / "reference" / "methods.md").read_text(encoding="utf-8").splitlines()
-    cells = next(
-        ([cell.strip() for cell in row.split("|")[2:5]] for row in rows if row.startswith(f"| `{name}` |")),
-        ["", "", ""],
-    )
+    """The picture of a method where one exists, its row of docs/reference/methods.md, and the reference of its file."""
+    lines = (ROOT / "docs" / "reference" / "methods.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in lines if line.startswith(f"| `{name}` |")]
+    cells = [*rows, ["", "", ""]][0]
     facts = [f"- **{title}:** {cell}" for title, cell in zip(("drafts", "source", "needs"), cells, strict=True) if cell]
     parts = [f"# {name}", "\n".join(facts), method_picture(name), reference(module_of(file), members="[]")]
     # else those of its base

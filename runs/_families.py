@@ -1,9 +1,7 @@
-"""Tiny random models of any model type of transformers, and what eyas can do with one. For
-runs/families.py.
+"""Tiny random models of any model type of transformers, and what eyas can do with one. For runs/families.py.
 
-`tiny_model` shrinks a type's own default configuration: sizes by the names of their fields, lists
-with an entry per layer, token ids. Types that need more have a line in OVERRIDES, or are made by
-tests/zoo.py.
+A type's own default configuration is made small: sizes by the names of their fields, lists with an entry per layer,
+token ids. Types that need more have a line in OVERRIDES, or are made by tests/zoo.py.
 """
 
 from __future__ import annotations
@@ -88,8 +86,7 @@ def multimodal_types() -> list[str]:
 
 
 def text_type(model_type: str) -> str:
-    """The type of the text model inside a model of this type; the type itself if it is one, or
-    cannot be told."""
+    """The type of the text model inside a model of this type; the type itself if it cannot be told."""
     try:
         return str(AutoConfig.for_model(model_type).get_text_config(decoder=True).model_type)
     except Exception:  # some configurations have no defaults
@@ -137,11 +134,13 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     """A tiny random model, the same in every run; `NotTinyError` if the configuration cannot be shrunk."""
     makers = {**zoo.FAMILIES, **zoo.HYBRIDS, **zoo.REFUSED}
     by_type = {maker.args[0]: maker for maker in makers.values()}  # type: ignore[attr-defined]
+    if model_type in by_type:
+        return by_type[model_type]()
     try:
-        if model_type in by_type:
-            return by_type[model_type]()
         options = small_options(model_type)
-        _check_size(model_type, options)
+        count = _parameters(model_type, options)
+        if count > MOST_PARAMETERS:
+            raise NotTinyError(f"its smallest model here has {count / 1e6:.0f}M parameters")
         try:
             return zoo.tiny(model_type, **options)
         except (ValueError, ImportError) as error:
@@ -158,18 +157,15 @@ class NotTinyError(Exception):
     """No tiny model of this type could be made."""
 
 
-def _check_size(model_type: str, options: dict[str, Any]) -> None:
+def _parameters(model_type: str, options: dict[str, Any]) -> int:
     common = {name: value for name, value in zoo.COMMON.items() if name in zoo._fields(model_type)}
     config = AutoConfig.for_model(model_type, **common | options)
     with torch.device("meta"):
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    if count > MOST_PARAMETERS:
-        raise NotTinyError(f"its smallest model here has {count / 1e6:.0f}M parameters")
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def _one_line(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 # --- the attention ---------------------------------------------------------------------------------------
@@ -209,11 +205,8 @@ def trial(model_type: str) -> dict[str, Any]:
     """Try a tiny random model of this type: load it, decode plainly, with trees, and with two methods.
 
     Returns:
-        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails"
-            (an error that is no refusal), or "not made".
-        why: the reason, unless the verdict is "trees".
-        parameters; tau of a drafter that knows the answers; kernels: whether the C++ kernels run
-        it; methods: method -> "ok" or the fault.
+        verdict: "trees", "chains", "wrong" (other tokens than plain decoding), "refused", "fails" or "not made"; why;
+        parameters; tau of a drafter that knows the answers; whether the kernels run it; methods: "ok" or the fault.
     """
     try:
         model = tiny_model(model_type)

@@ -1,10 +1,4 @@
-"""The tools of runs/gpu.py: models made on the device, and decoders whose cycles are timed.
-
-    Plan        sizes of everything that is measured: FULL for a GPU, SMALL for trying all of it on a CPU
-    Lab         the device, and the one model that lies on it, with its runners and drafters
-
-This module knows no stage.
-"""
+"""The tools of runs/gpu.py: models made on the device, and decoders whose cycles are timed. They know no stage."""
 
 from __future__ import annotations
 
@@ -36,14 +30,8 @@ DENSE = (0.79, 0.74, 0.72, 0.73, 0.67)  # n-alpha of EAGLE-1 for Vicuna 7B (E1, 
 EXPERTS = (0.67, 0.62, 0.61, 0.64, 0.63)  # for Mixtral 8x7B (E1, table 3)
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 65_536, "tie_word_embeddings": False}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2}
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
+HEADS = ("num_attention_heads", "num_key_value_heads")
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", *HEADS, "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {**LLAMA, **dict(zip(SIZES, (256, 704, 8, 4, 2, 4096), strict=True))},
     "mixtral-tiny": {**MIXTRAL, **dict(zip(SIZES, (128, 256, 8, 4, 2, 1024), strict=True)), "num_local_experts": 4},
@@ -93,11 +81,10 @@ class Entry:
 
 
 class Lab:
-    """The device, and the one model that lies on it; it is made once, on the device, and shared by
-    all runners.
+    """The device, and the one model on it, which all runners share.
 
-    On a CPU "on" and "compile" take the way of a GPU as far as it goes: recorded cycles are run
-    again instead of replayed, and compiled layers are compiled by a backend that changes nothing.
+    On a CPU "on" and "compile" go the way of a GPU: recorded cycles are run again instead of replayed, and layers are
+    compiled by a backend that changes nothing.
     """
 
     def __init__(self, device: torch.device, plan: Plan) -> None:
@@ -153,8 +140,7 @@ def with_fastest_runner(target: Target, kernels: str) -> Target:
 
 
 def again(work: Callable[[], T], undo: Callable[[], None]) -> tuple[T, Callable[[], None]]:
-    """A capture for a CPU: a replay runs the work again, and copies its results to where the first
-    run's are."""
+    """A capture for a CPU: a replay runs the work again, and copies its results to the places of the first ones."""
     result = work()
     undo()
 
@@ -187,11 +173,9 @@ def timed_cycles(
     lab: Lab, drafters: Mapping[str, Drafter], context: int, rows: int, rates: Sequence[float] = DENSE, temperature: float = 0.0,
     ahead: bool = True,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Time rounds of cycles of all drafters by turns. Each decodes `rows` texts behind prompts of
-    `context` random tokens.
+    """Time rounds of cycles of all drafters in turn, each with `rows` texts after prompts of `context` random tokens.
 
-    A round begins and ends on an idle device, so whatever the host does in between counts, and so
-    does the cycle that ran ahead.
+    A round begins and ends on an idle device, so the host's work counts, and so does the cycle that ran ahead.
 
     Args:
         ahead: whether a cycle is launched before the last one is read.

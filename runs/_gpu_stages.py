@@ -1,8 +1,7 @@
-"""The stages of runs/gpu.py, in the order in which they are run: what is needed first comes first.
+"""The stages of runs/gpu.py, in the order in which they are run.
 
 A stage has cases; each is a function of a `Lab` and the record so far that returns a record with "rows" (a table) and
-whatever else is worth keeping. Cases are run one by one and written at once, so a stage may end in one run and go on
-in the next.
+what else is worth keeping.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import eyas
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.passes import seconds_of
 from eyas_lab.bench import cost
 from eyas_lab.bench.card import card
 from eyas_lab.bench.simulate import simulated
@@ -67,31 +65,21 @@ def _machine(lab: Lab, before: Stages) -> Record:
 
 
 def flop_rate(target: Target) -> float | None:
-    """Floating-point operations per second of the target's device in its dtype, all threads
-    together: the best of some products of matrices, by torch and, on a CPU, by the target's own
-    head, whose integer kernels can be faster.
-
-    None where the device has none of this dtype, or no memory for them.
-    """
+    """Floating-point operations per second of the target's device in its dtype: the best of some products of matrices;
+    None where the device cannot multiply these."""
     device = target.device
-    size, rows = 8192 if device.type == "cuda" else 1024, 128
+    size = 8192 if device.type == "cuda" else 1024
     try:
         matrix = torch.empty(size, size, device=device, dtype=target.dtype).normal_(std=size**-0.5)
-        rate = 2 * size**3 / min(cost.device_seconds(lambda: matrix @ matrix, device) for _ in range(cost.REPEATS))
-        if device.type == "cpu":
-            hidden_MD = torch.randn(rows, target.hidden_size, dtype=target.dtype)
-            best = min(seconds_of(lambda: target.head(hidden_MD), device) for _ in range(cost.REPEATS))
-            rate = max(rate, 2 * rows * target.hidden_size * target.vocab_size / best)
+        return 2 * size**3 / min(cost.device_seconds(lambda: matrix @ matrix, device) for _ in range(cost.REPEATS))
     except RuntimeError:
         return None
-    return rate
 
 
 def _texts(lab: Lab, before: Stages, dtype: str, kernels: str) -> Record:
-    """The embedded model's texts by a runner, against plain decoding by the model's own forward in the same dtype.
+    """The embedded model's texts by a runner, compared with plain decoding by the model's own forward in the same dtype.
 
-    A text that differs is judged by the float32 logits behind the common prefix: in float32 a
-    margin above 1e-4 is a bug.
+    A text that differs is judged by the float32 logits after the common prefix: in float32 a margin above 1e-4 is a bug.
     """
     where = {"device": str(lab.device), "method": "vanilla", "kernels": "off"}
     llm = eyas.load(**where, dtype=dtype)
@@ -126,8 +114,7 @@ def _decoded(decoder: Decoder, request: Request) -> list[int]:
 
 
 def _margin(exact: Target, prefix: list[int], ours: Sequence[int], true: Sequence[int]) -> float:
-    """How much the logit of plain decoding's token is larger than that of ours; infinite where one
-    text ends."""
+    """The distance of both tokens' logits; infinite where one text ends."""
     if not ours or not true:
         return float("inf")
     logits_V = exact.open(1).prefill(0, prefix)
@@ -138,16 +125,9 @@ def _margin(exact: Target, prefix: list[int], ours: Sequence[int], true: Sequenc
 
 
 def _cycles(
-    lab: Lab,
-    before: Stages,
-    entries: Sequence[Entry],
-    context: int,
-    rows: int = 1,
-    shape: str = "",
-    rates: Sequence[float] = DENSE,
-    temperature: float = 0.0,
-    ahead: bool = True,
-) -> Record:
+    lab: Lab, before: Stages, entries: Sequence[Entry], context: int, rows: int = 1, shape: str = "",
+    rates: Sequence[float] = DENSE, temperature: float = 0.0, ahead: bool = True,
+) -> Record:  # fmt: skip
     """Cycles of the entries beside plain decoding by the same runner, which comes first."""
     shape = shape or lab.plan.shape
     plain = Entry(kernels=entries[0].kernels)

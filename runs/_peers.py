@@ -1,8 +1,4 @@
-"""Engines for runs/peers.py: the model and its head in the form of each, and a process that answers
-questions.
-
-What is made of the model stays in out/peers, so that a second run begins at once.
-"""
+"""Engines for runs/peers.py: the model and its head in the form of each, and a process that answers questions."""
 
 from __future__ import annotations
 
@@ -19,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _peers_reference import reference_head, reference_target
+import torch
 from _servers import served
+from safetensors.torch import load_file
 
 import eyas
+from eyas import tiny
 from eyas.checkpoints import ExportTarget, load
 from eyas.errors import InputError
 from eyas.named import NamedModel, find
@@ -35,10 +33,8 @@ INTEROP, OPENVINO, REFERENCE = (ROOT / f".venv-{name}/bin/python" for name in ("
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 DRAFTS = 3  # tokens that a head drafts in a cycle, in every engine but eyas' auto
 DRAFTING = f"EAGLE-3, {DRAFTS} drafts"
-SUFFIX = {
-    "num_speculative_tokens": 24,  # vLLM's default
-    "suffix_decoding_max_cached_requests": 0,  # it draws on no earlier answers, as eyas' `suffix`
-}
+# vLLM's default length; it draws on no earlier answers, as eyas' `suffix`
+SUFFIX = {"num_speculative_tokens": 24, "suffix_decoding_max_cached_requests": 0}
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -79,7 +75,7 @@ class Workshop:
         found = find(self.model)
         if found is None or "eagle3" not in found.heads:
             raise InputError(
-                f"--target {self.model} is no model of eyas with an EAGLE-3 head: embedded or smollm2-q4_1"
+                f"--target {self.model} is no model of eyas with an EAGLE-3 head: use embedded or smollm2-q4_1"
             )
         return found
 
@@ -310,6 +306,39 @@ def _reference(w: Workshop) -> list[Engine] | str:
         return Engine(f"SafeAILab's code, {name}", start)
 
     return [one("plain", True), one("EAGLE-1, static tree", False)]
+
+
+def reference_target(workshop: Path) -> Path:
+    """The target as eagle-llm 1.2.1 reads it, in the form of transformers of 2024: shards with an index, `rope_theta`
+    beside the other settings, merges as strings."""
+    place = workshop / "reference-target"
+    if not (place / "model.safetensors.index.json").exists():
+        tiny.model().save_pretrained(place, max_shard_size="20MB")
+        tiny.tokenizer().save_pretrained(place)
+        config = json.loads((place / "config.json").read_text())
+        config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+        (place / "config.json").write_text(json.dumps(config))
+        settings = json.loads((place / "tokenizer_config.json").read_text())
+        known = {name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "model_max_length")}
+        known["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (place / "tokenizer_config.json").write_text(json.dumps(known))
+        tokenizer = json.loads((place / "tokenizer.json").read_text())
+        # as tokenizers wrote them before 0.20
+        tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+        (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return place
+
+
+def reference_head(workshop: Path) -> Path:
+    """The EAGLE-1 head in its authors' format: a pickle that holds the embedding too."""
+    place = workshop / "reference-eagle1"
+    if not place.exists():
+        export(load(tiny.HEADS["eagle1"]), "safeailab", place, ExportTarget(str(reference_target(workshop))))
+        tensors = {name: tensor.float() for name, tensor in load_file(place / "model.safetensors").items()}
+        embedding = tiny.model().get_input_embeddings().weight.detach().float().clone()
+        tensors.setdefault("embed_tokens.weight", embedding)
+        torch.save(tensors, place / "pytorch_model.bin")
+    return place
 
 
 def mean_length(counts: Mapping[str, Any]) -> float | None:

@@ -1,8 +1,7 @@
-"""The clients of runs/serve_load.py, in a process of their own: an order as JSON on stdin, what
-came back as JSON on stdout.
+"""The clients of runs/serve_load.py in a process of their own: an order as JSON on stdin, answers as JSON on stdout.
 
-Answers are recorded as they come, bytes with times, and read when everything is over: on a small
-machine a client that parses while it measures would be measured itself.
+Answers are recorded as they come, bytes with times, and read when everything is over: on a small machine a client that
+parses while it measures would be measured itself.
 """
 
 from __future__ import annotations
@@ -61,11 +60,8 @@ class Exchange:
             if came:
                 events.append((round(at - start, 6), len(came)))
                 text += came
-        times = {
-            "began": round(self.began - start, 6),
-            "events": events,
-            "end": round(self.pieces[-1][0] - start, 6) if self.pieces else None,
-        }
+        end = round(self.pieces[-1][0] - start, 6) if self.pieces else None
+        times = {"began": round(self.began - start, 6), "events": events, "end": end}
         return {"prompt": self.prompt, "status": status, "whole": self.whole, "text": text, **times}
 
 
@@ -74,15 +70,12 @@ def text_of(event: bytes) -> str:
     data = event.partition(b"data:")[2].strip()
     if not data.startswith(b"{"):
         return ""
-    text = ""
-    for choice in json.loads(data).get("choices") or []:
-        text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-    return text
+    choices = json.loads(data).get("choices") or []
+    return "".join(one.get("text") or (one.get("delta") or {}).get("content") or "" for one in choices)
 
 
 async def load(order: dict[str, Any]) -> list[dict[str, Any]]:
-    """Clients for some seconds, each of which sends its next request when it has the answer to the one before; what
-    is not done then is given up."""
+    """Clients for some seconds, each of which sends its next request when it has its answer."""
     start, numbers, exchanges = time.perf_counter(), itertools.count(), list[Exchange]()
 
     async def client() -> None:

@@ -1,4 +1,4 @@
-"""Servers as child processes, for serve_load.py, never_slower.py and peers.py."""
+"""Servers as child processes."""
 
 from __future__ import annotations
 

@@ -1,35 +1,27 @@
 """Record `eyas demo` on this machine as an animated SVG, docs/pictures/demo.svg.
 
-python runs/demo_picture.py                          the demo as the README shows it, on an idle machine (a minute)
-python runs/demo_picture.py --output FILE -- --target embedded    other options of `eyas demo`
+    python runs/demo_picture.py                          the demo as the README shows it, on an idle machine (a minute)
+    python runs/demo_picture.py --output FILE -- --target embedded    other options of `eyas demo`
 
-The demo runs in a pseudo terminal. The picture replays the screen of the first prompt as it was, and then the last
-screen. It is refused when the demo says that the machine was busy, or that texts differ (--anyway keeps it).
+The picture replays the first prompt as it was, and then shows the last screen. It is refused when the demo says that the
+machine was busy, or that texts differ (--anyway keeps it).
 """
 
 from __future__ import annotations
 
 import argparse
-import codecs
-import fcntl
-import os
-import re
-import struct
-import subprocess
 import sys
-import termios
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby
 from pathlib import Path
+from unittest import mock
 
+from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
+from eyas.cli import main as eyas
 from eyas.files import write_text
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "demo.svg"
@@ -37,8 +29,6 @@ WIDTH, HEIGHT = 100, 24  # of the terminal, in characters
 CELL, LINE, MARGIN = 8.4, 18, 12  # of the picture, in its units: a character's width, a line's height
 FRAME_SECONDS, LAST_SECONDS = 0.25, 8.0
 MAX_FRAMES = 14  # of the first prompt
-PART = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
-CUT = re.compile(r"\x1b(\[[?0-9;]*)?$")
 WARNINGS = ("other processes", "differs from plain decoding", "left out", "was slower")
 SVG = """<svg viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>eyas demo: plain decoding and EAGLE-3 answer the same prompts</title>
@@ -54,80 +44,60 @@ text {{ font: 14px Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: 
 """
 
 
-@dataclass
-class Screen:
-    """A terminal that knows what rich writes: lines of (character, style), and a cursor."""
+class Film:
+    """Takes the place of rich's Live: keeps views of the first prompt, and prints the last one of every prompt."""
 
-    lines: list[list[tuple[str, str]]] = field(default_factory=lambda: [[]])
-    row: int = 0
-    column: int = 0
-    style: str = ""
-    cut: str = ""  # the beginning of a code whose end has not come yet
+    def __init__(self, console: Console) -> None:
+        self.console, self.frames, self.prompts, self.last = console, list[RenderableType](), 0, 0.0
 
-    def feed(self, text: str) -> None:
-        """Write characters and obey the codes among them; an unknown code changes nothing."""
-        begun = CUT.search(self.cut + text)
-        text, self.cut = (self.cut + text)[: begun and begun.start()], begun[0] if begun else ""
-        for match in PART.finditer(text):
-            numbers, code, control, characters = match.groups()
-            if code == "m":
-                self.style = "" if numbers in ("", "0") else f"{self.style}\x1b[{numbers}m"
-            elif code == "A":
-                self.row = max(0, self.row - int(numbers or 1))
-            elif code == "K":
-                del self.lines[self.row][0 if numbers == "2" else self.column :]
-            elif control == "\r":
-                self.column = 0
-            elif control == "\n":
-                self.row += 1
-                self.lines += [[]] * (self.row == len(self.lines))
-            for character in characters or "":
-                self._put(character)
+    def __call__(self, **options: object) -> Film:
+        self.prompts += 1
+        return self
 
-    def _put(self, character: str) -> None:
-        if self.column == WIDTH:
-            self.feed("\r\n")
-        line = self.lines[self.row]
-        line += [(" ", "")] * (self.column - len(line))
-        line[self.column : self.column + 1] = [(character, self.style)]
-        self.column += 1
+    def __enter__(self) -> Film:
+        return self
 
-    def shown(self) -> list[list[tuple[str, str]]]:
-        """Return the last lines, as runs of (style, characters)."""
-        last = self.lines[max(0, len(self.lines) - HEIGHT) :]
-        return [
-            [(style, "".join(c for c, _ in run)) for style, run in groupby(line, key=lambda cell: cell[1])]
-            for line in last
-        ]
+    def update(self, view: RenderableType, refresh: bool) -> None:
+        """Keep a view, below all that was printed before it."""
+        self.view = view
+        if self.prompts == 1 and time.monotonic() - self.last > FRAME_SECONDS and len(self.frames) < MAX_FRAMES:
+            before = self.console.export_text(clear=False, styles=True).rstrip("\n")
+            self.frames.append(Group(Text.from_ansi(before), view))
+            self.last = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.console.print(self.view)
 
 
-def recorded(options: list[str]) -> Iterator[tuple[float, str]]:
-    """Run the demo in a pseudo terminal; yield (seconds, its output so far since the last time)."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-    variables = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(WIDTH), "LINES": str(HEIGHT)}
-    command = [sys.executable, "-m", "eyas", "demo", *options]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables) as demo:
-        os.close(theirs)
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with suppress(OSError):  # Linux raises it once the program has ended
-            while data := os.read(ours, 65536):
-                yield time.monotonic(), decoder.decode(data)
-    os.close(ours)
-    if demo.returncode:
-        raise SystemExit(f"eyas demo ended with status {demo.returncode}")
+def recorded(options: list[str]) -> tuple[list[RenderableType], str]:
+    """Run the demo; return views of its screen, and all that it printed."""
+    console, real = Console(record=True, force_terminal=True, width=WIDTH, highlight=False), Console
+    film = Film(console)
+
+    def made(**given: bool) -> Console:
+        return real(**given) if given.get("stderr") else console
+
+    with (
+        mock.patch.object(sys, "argv", ["eyas", "demo", *options]),
+        mock.patch("rich.console.Console", made),
+        mock.patch("rich.live.Live", film),
+    ):
+        try:
+            eyas()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    return [*film.frames, Text.from_ansi(console.export_text(clear=False, styles=True))], console.export_text()
 
 
-def drawn(lines: list[list[tuple[str, str]]]) -> str:
-    """Return the text elements of a screen."""
-    texts = []
-    for number, line in enumerate(lines):
+def drawn(view: RenderableType) -> str:
+    """Return the text elements of the last lines of a view."""
+    console, texts = Console(width=WIDTH, force_terminal=True, color_system="truecolor"), []
+    for number, line in enumerate(console.render_lines(view)[-HEIGHT:]):
         column = 0
-        for codes, characters in line:
+        for characters, style, _ in line:
             if characters.strip():
-                spans = Text.from_ansi(f"{codes}{characters}\x1b[0m").spans
-                style = Style.parse(str(spans[0].style)) if spans else Style.null()
-                texts.append(element(characters, column, number, style))
+                texts.append(element(characters, column, number, style or Style.null()))
             column += len(characters)
     return "".join(texts)
 
@@ -142,13 +112,13 @@ def element(characters: str, column: int, line: int, style: Style) -> str:
     return f'<text {place} {length} fill="{fill}"{more}>{escape(characters)}</text>'
 
 
-def picture(screens: list[str], seconds: float) -> str:
+def picture(screens: list[str]) -> str:
     """Return the SVG that shows the screens one after the other, the last one for long."""
-    total = seconds * (len(screens) - 1) + LAST_SECONDS
+    seconds = FRAME_SECONDS * (len(screens) - 1) + LAST_SECONDS
     rules, frames = [], []
     for number, screen in enumerate(screens):
-        begin, is_last = 100 * seconds * number / total, number == len(screens) - 1
-        end = 100 if is_last else 100 * seconds * (number + 1) / total
+        begin, is_last = 100 * FRAME_SECONDS * number / seconds, number == len(screens) - 1
+        end = 100 if is_last else 100 * FRAME_SECONDS * (number + 1) / seconds
         rules.append(
             f"@keyframes f{number} {{ 0% {{ visibility: {'hidden' if number else 'visible'} }} "
             f"{begin:.2f}% {{ visibility: visible }} {end:.2f}% {{ visibility: {'visible' if is_last else 'hidden'} }} "
@@ -157,7 +127,7 @@ def picture(screens: list[str], seconds: float) -> str:
         kind = "frame last" if is_last else "frame"
         frames.append(f'<g class="{kind}" style="animation-name: f{number}">{screen}</g>')
     width, height = 2 * MARGIN + WIDTH * CELL, 2 * MARGIN + HEIGHT * LINE
-    return SVG.format(width=width, height=height, seconds=total, rules="\n".join(rules), frames="\n".join(frames))
+    return SVG.format(width=width, height=height, seconds=seconds, rules="\n".join(rules), frames="\n".join(frames))
 
 
 def main() -> None:
@@ -167,19 +137,11 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true", help="write the picture of a busy machine, too")
     parser.add_argument("options", nargs="*", help="options of eyas demo, after --")
     args = parser.parse_args()
-    screen, taken, last, begun = Screen(), list[str](), 0.0, False
-    for seconds, text in recorded(args.options):
-        screen.feed(text)
-        begun = begun or "1/" in text  # the first prompt
-        if begun and seconds - last > FRAME_SECONDS and len(taken) < MAX_FRAMES:
-            taken.append(drawn(screen.shown()))
-            last = seconds
-    said = "\n".join("".join(c for c, _ in line) for line in screen.lines)
-    print(said)
+    views, said = recorded(args.options)
     if any(warning in said for warning in WARNINGS) and not args.anyway:
         sys.exit("no picture: the demo warns, see above")
-    write_text(args.output, picture([*taken, drawn(screen.shown())], FRAME_SECONDS))
-    print(f"{args.output}: {args.output.stat().st_size:,} bytes, {len(taken) + 1} screens")
+    write_text(args.output, picture([drawn(view) for view in views]))
+    print(f"{args.output}: {args.output.stat().st_size:,} bytes, {len(views)} screens")
 
 
 if __name__ == "__main__":

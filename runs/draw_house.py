@@ -1,11 +1,11 @@
-"""Draw the house: the rings of the trunk, the wings with the sockets that they plug into, and the other distributions. Everything is read
-from the source.
+"""Draw the house: the rings of the trunk, the wings with the sockets that they plug into, and the other distributions.
 
-python runs/draw_house.py            writes docs/pictures/house.svg
+python runs/draw_house.py    writes docs/pictures/house.svg from the source
 """
 
 from __future__ import annotations
 
+import io
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from _common import parser
-from _pictures import svg
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -23,11 +23,12 @@ from eyas.files import write_text
 ROOT = Path(__file__).resolve().parents[1]
 EYAS = ROOT / "src" / "eyas"
 PICTURE = ROOT / "docs" / "pictures" / "house.svg"
+STYLE = {"svg.hashsalt": "eyas", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
 # From the inside out; a ring imports the rings inside it and nothing else. What is not named here is a wing.
 RINGS = {
     "core: the loop": "core errors formats threads timing",
-    "methods, and the files of their heads": "drafters checkpoints nn losses objectives tiny",
-    "api, and what wings share": "api arguments text targets files metrics locks passes speedup hardware option_texts elsewhere",
+    "methods, and the files of their heads": "drafters checkpoints nn tiny",
+    "api, and what wings share": "api arguments text targets files locks passes hardware option_texts elsewhere",
 }
 COLOURS = ("#cfe3f5", "#e3eef8", "#f1f6fb")
 WING = "#fbeed9"
@@ -52,9 +53,7 @@ def parts() -> dict[str, Part]:
             continue
         text = "".join(file.read_text(encoding="utf-8") for file in files)
         sockets = (file.stem.removeprefix("plug_") for file in files if file.stem.startswith("plug_"))
-        imports = set(re.findall(r"from eyas\.(\w+)", text)) | set(
-            re.findall(r"^ *from eyas import (\w+)$", text, re.M)
-        )
+        imports = {*re.findall(r"from eyas\.(\w+)", text), *re.findall(r"^ *from eyas import (\w+)$", text, re.M)}
         found[place.stem] = Part(place.stem, text.count("\n"), tuple(sockets), frozenset(imports - {place.stem}))
     return found
 
@@ -65,7 +64,7 @@ def distributions() -> list[tuple[str, int, str]]:
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         lines = sum(place.read_text(encoding="utf-8").count("\n") for place in file.parent.glob("src/**/*.py"))
-        kinds = ", ".join(group.removeprefix("eyas.") for group in project["entry-points"])
+        kinds = ", ".join(group.removeprefix("eyas.") for group in project.get("entry-points", {}))
         found.append((project["name"], lines, kinds))
     return found
 
@@ -85,9 +84,8 @@ def role(part: Part, known: Mapping[str, Part]) -> str:
 def box(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
     """Draw a box with round corners."""
     shape = f"round,pad=0,rounding_size={min(width, height, 1.2) * 0.25}"
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=colour, edgecolor="#5b6b7b", linewidth=1)
-    )
+    colours = {"facecolor": colour, "edgecolor": "#5b6b7b", "linewidth": 1}
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **colours))
 
 
 def draw(figure: Figure) -> None:
@@ -112,9 +110,8 @@ def draw(figure: Figure) -> None:
     for number, file in enumerate(files):
         x, y = 1.75 + 2.05 * (number % 3), 6.85 - 0.33 * (number // 3)
         axes.text(x, y, f"{file.stem} {len(file.read_text(encoding='utf-8').splitlines())}", fontsize=7, va="top")
-    wings = sorted(
-        (part for part in known.values() if part.name not in inner), key=lambda part: (not part.sockets, -part.lines)
-    )
+    wings = [part for part in known.values() if part.name not in inner]
+    wings.sort(key=lambda part: (not part.sockets, -part.lines))
     boxes = [(part.name, part.lines, role(part, known), WING if part.sockets else "#f6f6f6") for part in wings]
     boxes += [(*other, DISTRIBUTION) for other in distributions()]
     step = 11.7 / ((len(boxes) + 1) // 2)
@@ -130,7 +127,12 @@ def draw(figure: Figure) -> None:
 
 def main() -> None:
     parser(__doc__, None).parse_args()
-    write_text(PICTURE, svg(draw, (11, 6.6), {"font.size": 9}))
+    out = io.StringIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11, 6.6), layout="constrained")
+        draw(figure)
+        figure.savefig(out, format="svg", metadata={"Date": None})  # the same bytes for the same source
+    write_text(PICTURE, "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,18 @@
-"""Draw one cycle's draft tree and what the target made of it, as an SVG.
+"""Draw the first draft tree of an answer by the embedded model, and the tokens that the target took.
 
-    python runs/draw_tree.py                                   docs/pictures/tree.svg, the tree of the README
-    python runs/draw_tree.py --methods --heads out/drafters    a picture for each method's page
-
-The pictures of methods show the cycle that accepted most draft tokens among the first of an answer
-of the embedded model. Methods without a head in the package take theirs from --heads, as
-runs/drafters.sh trains them; a method whose head is not there keeps the picture that it has.
+python runs/draw_tree.py    writes docs/pictures/tree.svg, the tree of the README
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from _common import drafter, run, tree
+from _common import parser, run
 
 import eyas
-from eyas import tiny
 from eyas.core.engine import Decoder, Step
-from eyas_lab.bench.trees import Node, deepest_cycle, tree_nodes
+from eyas_lab.bench.trees import Node, tree_nodes
 
 CHARACTER, PADDING, HEIGHT, ROW, COLUMN = 7.8, 11, 26, 36, 34  # pixels
 STYLE = """
@@ -42,30 +33,8 @@ STYLE = """
       path.bonus { stroke: #58a6ff }
     }
 """
-
-
 PROMPT = "I want to book a table for two in San Jose tonight."
-REPEATED = (
-    "Repeat this: I would like to book a table for two at seven in San Jose. "
-    "I would like to book a table for two at"
-)  # for methods that look up what followed earlier
-README = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "tree.svg"
-PICTURES = README.with_name("methods")
-DYNAMIC = tree(14, 5, 4)
-# Method -> (options, prompt)
-METHODS: dict[str, tuple[dict[str, Any], str]] = {
-    "vanilla": ({}, PROMPT),
-    "eagle1": ({}, PROMPT),
-    **{name: (DYNAMIC, PROMPT) for name in ("eagle2", "eagle3", "seagle", "mtp", "peagle", "dflash", "dspark")},
-    "small_model": ({"depth": 4}, PROMPT),
-    "medusa": ({"tree.choices": "dynamic", "tree.nodes": 14}, PROMPT),
-    "hydra": ({"tree.choices": "dynamic", "tree.nodes": 14}, PROMPT),
-    "prompt_lookup": ({}, REPEATED),
-    "suffix": ({"suffix.nodes": 12}, REPEATED),
-    "rest": ({"rest.nodes": 14}, PROMPT),
-    "lookahead": ({"lookahead.guesses": 5}, REPEATED),
-    "self_speculative": ({"depth": 4, "skip": "3,6,9,12"}, PROMPT),
-}
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "tree.svg"
 
 
 def draw_svg(nodes: list[Node]) -> str:
@@ -108,9 +77,8 @@ def draw_svg(nodes: list[Node]) -> str:
         parts.append(f'  <path class="{node.kind}" d="{curve}"/>')
     for n, node in enumerate(nodes):
         box = f'<rect x="{left[n]:.1f}" y="{top[n]:.1f}" width="{widths[n]:.1f}" height="{HEIGHT}" rx="6"/>'
-        text = (
-            f'<text x="{left[n] + PADDING:.1f}" y="{top[n] + 17.5:.1f}" xml:space="preserve">{escape(node.text)}</text>'
-        )
+        place = f'x="{left[n] + PADDING:.1f}" y="{top[n] + 17.5:.1f}"'
+        text = f'<text {place} xml:space="preserve">{escape(node.text)}</text>'
         parts.append(f'  <g class="{node.kind}">{box}{text}</g>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -125,43 +93,15 @@ def first_cycle(llm: eyas.LLM, prompt: str) -> Step:
     return steps[1]
 
 
-def draw_methods(llm: eyas.LLM, heads: Path, text: Callable[[int], str]) -> None:
-    """Write the picture of every method that needs no head, or whose head is there."""
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    for method, (options, prompt) in METHODS.items():
-        reads = eyas.drafters.find(method).head_format
-        trained = heads / ("datastore" if method == "rest" else method)
-        head = trained if reads and reads not in tiny.HEADS else None
-        if method == "rest":
-            options, head = {**options, "datastore": str(trained)}, None
-        if (head or method == "rest") and not trained.exists():
-            print(f"{method}: there is no {trained}")
-            continue
-        request, _ = llm.request(prompt)
-        step = deepest_cycle(drafter(llm.target, method, options, head), request)
-        if step is None and method != "vanilla":
-            print(f"{method}: nothing was drafted")
-            continue
-        nodes = tree_nodes(step or first_cycle(llm, prompt), text)
-        (PICTURES / f"{method}.svg").write_text(draw_svg(nodes))
-        print(f"{method}: {len(nodes)} nodes, {sum(node.kind == 'accepted' for node in nodes) - 1} accepted")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", action="store_true", help="write the picture of every method instead")
-    parser.add_argument("--heads", type=Path, default=Path("out/drafters"), metavar="FOLDER")
-    args = parser.parse_args()
-    llm = eyas.load(method="vanilla") if args.methods else eyas.load(tree={"nodes": 14, "depth": 5, "branch": 4})
+    parser(__doc__, None).parse_args()
+    llm = eyas.load(tree={"nodes": 14, "depth": 5, "branch": 4})
 
     def shown(token: int) -> str:
         text = llm.tokenizer.decode([token])
         return text.strip() or repr(text)
 
-    if args.methods:
-        draw_methods(llm, args.heads, shown)
-    else:
-        README.write_text(draw_svg(tree_nodes(first_cycle(llm, PROMPT), shown)))
+    PICTURE.write_text(draw_svg(tree_nodes(first_cycle(llm, PROMPT), shown)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Try eyas on a tiny random model of every causal language model of transformers; make
-docs/reference/families.md from the record.
+"""Try eyas on a tiny random model of every causal language model of transformers; make docs/reference/families.md.
 
     python runs/families.py                     tries all types that were not tried yet, and makes the page
     python runs/families.py --again llama,opt   tries these types again
     python runs/families.py --page              only makes the page from the record
-    python runs/families.py --check             exit status 1 when the page is not what the record says
 
-Each type is tried in a process of its own, with a limit of time and memory, so that a crash or a
-hang of one does not stop the others. What was found is kept in docs/results/families.raw.jsonl
-(beside --output); the same command goes on behind it. With another version of transformers, or of
-eyas, move it away.
+Each type is tried in a process of its own with a limit of time and memory: a crash of one does not stop the others.
+docs/results/families.raw.jsonl (beside --output) keeps what was found; the same command goes on there. With another
+version of transformers, or of eyas, move it away.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import json
 import multiprocessing
 import os
 import resource
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -87,16 +83,15 @@ def try_all(output: Path, only: set[str], again: set[str]) -> None:
     write(output, record, quiet=True)
 
 
-def in_a_process(model_type: str, seconds: int = SECONDS) -> Record:
-    """The result of `_families.trial` in a process that is forked for it; "fails" with the reason
-    if it ends in any other way."""
+def in_a_process(model_type: str) -> Record:
+    """The result of `_families.trial` in a process that is forked for it, "fails" if it ends in any other way."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(model_type, there, seconds))
+    process = context.Process(target=_answer, args=(model_type, there))
     process.start()
     there.close()
     try:
-        result: Record = here.recv() if here.poll(4 * seconds) else failure(f"no end within {4 * seconds} s")
+        result: Record = here.recv() if here.poll(4 * SECONDS) else failure(f"no end within {4 * SECONDS} s")
     except EOFError:
         process.join()
         how = "time" if process.exitcode == -9 else f"exit status {process.exitcode}"
@@ -111,8 +106,8 @@ def failure(why: str) -> Record:
     return {"attention": "full", "verdict": "fails", "why": why}
 
 
-def _answer(model_type: str, there: Connection, seconds: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+def _answer(model_type: str, there: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (GIB * 2**30, GIB * 2**30))
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -158,10 +153,7 @@ def page(record: Record) -> str:
         if lines:
             text += f"\n## {title}\n\n{table(('type', 'eyas', 'kernels', 'why'), lines)}\n"
     text += "\n## Multimodal types\n\nThe text model decides; eyas decodes the text that follows.\n\n"
-    wrappers = record["text_models"].items()
-    inner = (
-        (f"`{name}`", f"`{text_model}`", VERDICTS[families[text_model]["verdict"]]) for name, text_model in wrappers
-    )
+    inner = ((f"`{a}`", f"`{b}`", VERDICTS[families[b]["verdict"]]) for a, b in record["text_models"].items())
     return text + table(("type", "its text model", "eyas"), inner) + "\n"
 
 
@@ -172,27 +164,20 @@ def line(name: str, row: Record) -> tuple[str, ...]:
     return f"`{name}`", VERDICTS[row["verdict"]], "yes" if row.get("kernels") else "", why
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     args = parser(
         __doc__,
         output=(RECORD, "the record, JSON; the page lies beside it, but for the default's"),
         only=("", "types to try, separated by commas; the record then has only these and those tried before"),
         again=("", "types to try again"),
         page=(False, "try nothing"),
-        check=(False, "try nothing, write nothing"),
     ).parse_args(arguments)
     only, again = (set(words(text)) for text in (args.only, args.again))
-    if not args.page and not args.check:
+    if not args.page:
         try_all(args.output, only, again)
-    wanted = page(json.loads(args.output.read_text(encoding="utf-8")))
     place = PAGE if args.output.resolve() == RECORD else args.output.with_suffix(".md")
-    if args.check:
-        return int(place.read_text(encoding="utf-8") != wanted)
-    write_text(place, wanted)
-    return 0
+    write_text(place, page(json.loads(args.output.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(main())
     run(main)

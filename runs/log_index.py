@@ -9,7 +9,6 @@ A paragraph that says "Negative" goes to the page of negative results.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,18 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from _markdown import table
-
-from eyas.files import write_text
+from _markdown import renew, table
 
 LAB = Path(__file__).resolve().parents[1] / "docs" / "lab"
 INDEX, NEGATIVE = LAB / "log.md", LAB / "negative_results.md"
 MARKER = "<!-- Everything below is made by runs/log_index.py from docs/lab/log/*.md. -->"
-HEADING = re.compile(
-    r"^## (?P<day>\d{4}-\d\d-\d\d)(?P<when>[^:]*): (?P<title>.+?)(?: \((?P<commit>[0-9a-f]{7,})\))?$", re.M
-)
-
-
+HEADING = re.compile(r"^## (?P<day>\d{4}-\d\d-\d\d)[^:]*: (?P<title>.+?)(?: \((?P<commit>[0-9a-f]{7,})\))?$", re.M)
 SENTENCE_END = re.compile(r"(?<=[.?!])(?:\*\*)? (?=[A-Z`*(])")
 FIGURE = re.compile(r"\d(?:\.\d+)?(?: %| ms| s\b|x\b| times| \[| minutes| seconds| to \d| of \d|,\d{3})|\d\.\d")
 MAX_CHARACTERS = 160
@@ -53,9 +46,8 @@ class Entry:
     @property
     def number(self) -> str:
         """The first sentence with a bold part and a figure, or with a figure, or at all; shortened."""
-        parts = re.split(
-            r"\n\s*\n|\n(?=[-|] ?)", re.sub(r"^```.*?^```$", "", self.text, flags=re.DOTALL | re.MULTILINE)
-        )
+        words = re.sub(r"^```.*?^```$", "", self.text, flags=re.DOTALL | re.MULTILINE)
+        parts = re.split(r"\n\s*\n|\n(?=[-|] ?)", words)
         whole = (" ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", part).split()).lstrip("- ") for part in parts)
         said = [s for part in whole if part and part[0] not in "|#" for s in SENTENCE_END.split(part)]
         first = min(said, key=lambda s: 2 * (not FIGURE.search(s)) + ("**" not in s), default="")
@@ -69,13 +61,8 @@ def entries() -> Iterator[Entry]:
         found = list(HEADING.finditer(text))
         ends = [match.start() for match in found[1:]] + [len(text)]
         for match, end in zip(found, ends, strict=True):
-            yield Entry(
-                match[0].removeprefix("## "),
-                match["day"],
-                match["title"],
-                match["commit"] or "",
-                text[match.end() : end],
-            )
+            heading, commit = match[0].removeprefix("## "), match["commit"] or ""
+            yield Entry(heading, match["day"], match["title"], commit, text[match.end() : end])
 
 
 def index(old: str) -> str:
@@ -89,10 +76,8 @@ def index(old: str) -> str:
 
 def negative_results() -> str:
     """Return docs/lab/negative_results.md."""
-    parts = [
-        "# Negative results",
-        "Ideas that were tried and not kept, from the [log](log.md); made by `runs/log_index.py`.",
-    ]
+    about = "Ideas that were tried and not kept, from the [log](log.md); made by `runs/log_index.py`."
+    parts = ["# Negative results", about]
     for entry in entries():
         told = [re.sub(r"(\]\()\.\./", r"\1", paragraph) for paragraph in negatives(entry.text)]
         if told:
@@ -111,15 +96,7 @@ def negatives(text: str) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when a page would change")
-    args = parser.parse_args(arguments)
-    new = {INDEX: index(INDEX.read_text(encoding="utf-8")), NEGATIVE: negative_results()}
-    if args.check:
-        return int(any(not page.exists() or page.read_text(encoding="utf-8") != text for page, text in new.items()))
-    for page, text in new.items():
-        write_text(page, text)
-    return 0
+    return renew(__doc__, lambda: {INDEX: index(INDEX.read_text("utf-8")), NEGATIVE: negative_results()}, arguments)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,12 @@
     python runs/never_slower.py --target embedded MODEL --output FILE.json                 two models
         --rows 1 4 16 --commands generate regenerate python server --rounds 3
 
-The same prompts are answered in four ways, with 1, 4 and 16 rows: by `eyas generate --input`, `eyas
-regenerate`, `LLM.generate` in a process, and a server with as many clients. Both sides take turns,
-another one first in every round, after a round that is not counted: what is measured once and kept
-on disk is there then. Texts are compared. Seconds of a command include loading the model; those of
-Python and of the server do not.
+The same prompts are answered by `eyas generate --input`, `eyas regenerate`, `LLM.generate` in a process, and a server
+with as many clients as rows. Both sides take turns, after a round that is not counted: costs that are measured once are on
+disk then. Seconds of a command include loading the model; those of Python and of the server do not.
 
-Figures are seconds with drafts off over seconds with the default: the median of the rounds, and the
-lowest and the highest. The second column is the same of the processor's time, which other
-processes disturb less. EYAS_KERNELS_ISA and OMP_NUM_THREADS are written down.
+Figures are seconds with drafts off over seconds with the default: the median of the rounds, and the lowest and the
+highest; then those of the processor's time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -43,6 +40,7 @@ from eyas.files import write_text
 
 EMBEDDED = "embedded"
 SIDES = {"default": (), "drafts off": ("--method", "vanilla")}
+HEADS = ("model", "command", "rows", "default over drafts off", "of the processor's time", "texts")
 COMMANDS = ("generate", "regenerate", "python", "server")
 
 
@@ -88,14 +86,10 @@ class Job(NamedTuple):
         """A command that reads a file and writes one."""
         prompts, output = folder / "prompts.jsonl", folder / "output.jsonl"
         write_text(prompts, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in self.prompts))
-        files = (
-            ("--input", prompts, "--output", output, "--batch-size", self.rows)
-            if command == "generate"
-            else ("--data", prompts, "--output", output, "--rows", self.rows)
-        )
-        words = eyas_command(
-            command, *files, *self.model, *SIDES[side], "--max-new-tokens", self.new_tokens, "--temperature", 0
-        )
+        source, rows = ("--input", "--batch-size") if command == "generate" else ("--data", "--rows")
+        files = (source, prompts, "--output", output, rows, self.rows)
+        limits = ("--max-new-tokens", self.new_tokens, "--temperature", 0)
+        words = eyas_command(command, *files, *self.model, *SIDES[side], *limits)
 
         def work() -> list[str]:
             output.unlink(missing_ok=True)
@@ -123,12 +117,9 @@ class Job(NamedTuple):
         def ask(prompt: str) -> str:
             message = {"role": "user", "content": prompt}
             body = {"messages": [message], "max_tokens": self.new_tokens, "temperature": 0}
-            request = urllib.request.Request(
-                f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(request) as reply:
-                text: str = json.load(reply)["choices"][0]["message"]["content"]
-                return text
+            place, head = f"{url}/v1/chat/completions", {"content-type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(place, json.dumps(body).encode(), head)) as reply:
+                return str(json.load(reply)["choices"][0]["message"]["content"])
 
         def work() -> list[str]:
             with ThreadPoolExecutor(self.rows) as clients:
@@ -141,22 +132,17 @@ class Job(NamedTuple):
 def sides_of(job: Job, command: str) -> Iterator[dict[str, Answer]]:
     """Both sides, ready."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if command == "python":
-            yield {side: job.in_process(side) for side in SIDES}
-        elif command == "server":
-            answers = {}
-            for side, options in SIDES.items():
-                words = eyas_command("serve", *job.model, *options, "--port", "{port}", "--rows", max(job.rows, 1))
-                answers[side] = job.of_server(*_started(stack, words, folder / f"{side}.log"))
-            yield answers
-        else:
-            yield {side: job.of_files(folder, command, side) for side in SIDES}
-
-
-def _started(stack: ExitStack, words: list[str], log: Path) -> tuple[str, int]:
-    url, process = stack.enter_context(served(words, log))
-    return url, process.pid
+        folder, answers = Path(stack.enter_context(tempfile.TemporaryDirectory())), dict[str, Answer]()
+        for side, options in SIDES.items():
+            if command == "python":
+                answers[side] = job.in_process(side)
+            elif command == "server":
+                words = eyas_command("serve", *job.model, *options, "--port", "{port}", "--rows", job.rows)
+                url, process = stack.enter_context(served(words, folder / f"{side}.log"))
+                answers[side] = job.of_server(url, process.pid)
+            else:
+                answers[side] = job.of_files(folder, command, side)
+        yield answers
 
 
 def measure(job: Job, command: str, rounds: int) -> dict[str, Any]:
@@ -184,18 +170,11 @@ def measure(job: Job, command: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def markdown(lines: Sequence[dict[str, Any]]) -> str:
-    heads = ("model", "command", "rows", "default over drafts off", "of the processor's time", "texts")
-    return table(
-        heads,
-        (
-            (
-                Path(line["target"]).name, line["command"], str(line["rows"]), cell(line["over_off"], 3),
-                cell(line["over_off_processor"], 3), "equal" if line["equal"] else "DIFFER",
-            )
-            for line in lines
-        ),
-    )  # fmt: skip
+def markdown(line: dict[str, Any]) -> list[str]:
+    """A row of the table that is printed."""
+    figures = (cell(line[name], 3) for name in ("over_off", "over_off_processor"))
+    texts = "equal" if line["equal"] else "DIFFER"
+    return [Path(line["target"]).name, line["command"], str(line["rows"]), *figures, texts]
 
 
 def main() -> None:
@@ -209,7 +188,7 @@ def main() -> None:
     for job, command in track([(job, command) for job in jobs for command in args.commands], transient=True):
         lines.append(measure(job, command, args.rounds))
         write(args.output, {**settings, "lines": lines}, before, quiet=True)
-    print(markdown(lines))
+    print(table(HEADS, map(markdown, lines)))
 
 
 if __name__ == "__main__":

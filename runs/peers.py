@@ -1,21 +1,13 @@
-"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head,
-in alternation.
+"""eyas beside other engines on the same machine, with the same weights and the same EAGLE-3 head, in alternation.
 
     make interop; make peers LLAMA_CPP=FOLDER     the engines that are installed; llama.cpp from a build of your own
-    python runs/peers.py --output docs/results/peers.json --rounds 3
     python runs/peers.py --target smollm2-q4_1 --output docs/results/peers_smollm2.json --rounds 3
-    python runs/peers.py --output FILE.json --prepare          only converts the model for all engines (minutes; kept in out/peers)
-    python runs/peers.py --output docs/results/peers.json --rounds 0     only the summary, from the raw rows
+    python runs/peers.py --output FILE.json --rounds 0         only the summary, from the raw rows
 
-Every engine is a process of its own with --threads threads and is ready before anything is
-measured; each prompt is answered by all of them, another one first each time. Greedy, one row. A
-round measures
-
-answers    the first --prompts bundled prompts of one turn, at most --max-new-tokens tokens: seconds to the first token and to the last
-prompts    a text of --prompt-tokens tokens, to the first token
-
-The ids are compared with those of eyas' plain decoding. Rounds are added to those that were
-measured before with the same settings.
+Every engine is a process of its own with --threads threads and is ready before anything is measured. All of them answer
+the first --prompts bundled prompts of one turn, in another order each time, and read a text of --prompt-tokens tokens.
+Greedy, one row; ids are compared with those of eyas' plain decoding. Rounds are added to those that were measured before
+with the same settings.
 """
 
 from __future__ import annotations
@@ -127,7 +119,6 @@ def main() -> None:
         prompt_tokens=512,
         threads=2,
         only=("", "engines whose names hold one of these words, separated by commas"),
-        prepare=(False, "convert the model, start every engine once, measure nothing"),
     )
     made.add_argument("--llama-cpp", type=Path, default=sources, help="sources of llama.cpp")
     made.add_argument("--llama-build", type=Path, default=build, help="default: build in --llama-cpp")
@@ -143,21 +134,20 @@ def main() -> None:
     long = ([token for _, ids in prompts for token in ids] * args.prompt_tokens)[: args.prompt_tokens]
     settings = {name: getattr(args, name) for name in ("prompts", "max_new_tokens", "prompt_tokens", "threads")}
     settings |= {"target": args.target} if args.target != "embedded" else {}
-    rows = None if args.prepare else Rows(args.output.with_suffix(".raw.jsonl"), settings)
-    if args.rounds or args.prepare:
+    rows = Rows(args.output.with_suffix(".raw.jsonl"), settings)
+    if args.rounds:
         with ExitStack() as stack:
             entered = [(engine, stack.enter_context(engine.start())) for engine in track(chosen, "starting")]
             for _, ask in track(entered, "warming up"):
                 for _, ids in prompts[:3]:
                     ask("answer", ids=ids, max_tokens=args.max_new_tokens)
-            for _ in range(args.rounds if rows is not None else 0):
+            for _ in range(args.rounds):
                 measure(entered, prompts, long, rows, args)
-    if rows is not None:
-        exact = {engine.name: engine.exact for engine in known}
-        figures = summary(rows, list(exact), args)
-        record = {"settings": {**settings, "rounds": next_round(rows)}, "left_out": workshop.left_out}
-        write(args.output, {**record, "exact": exact, "engines": figures}, before, quiet=True)
-        print(table(figures, exact))
+    exact = {engine.name: engine.exact for engine in known}
+    figures = summary(rows, list(exact), args)
+    record = {"settings": {**settings, "rounds": next_round(rows)}, "left_out": workshop.left_out}
+    write(args.output, {**record, "exact": exact, "engines": figures}, before, quiet=True)
+    print(table(figures, exact))
 
 
 def table(figures: Figures, exact: Figures) -> str:

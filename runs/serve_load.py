@@ -1,5 +1,4 @@
-"""Servers under load: tokens per second, time to the first token and between tokens, with drafts
-off, on and auto, beside other servers.
+"""Servers under load: tokens per second, time to the first token and between tokens, with drafts off, on and auto.
 
     python runs/serve_load.py --output docs/results/serve_load.json                              the embedded model
     python runs/serve_load.py --target MODEL --draft HEAD --output FILE.json                     another
@@ -7,13 +6,11 @@ off, on and auto, beside other servers.
         --beside "llama.cpp=llama-server -m model.gguf --port {port} -np 16 -c 16384 -t 2"       further servers, each as NAME=COMMAND
         --only off,auto                            contestants whose names hold one of these words
 
-All servers run all the time and are asked one after the other, another one first in every round, so
-that drift of the machine hits all alike; before each turn the script waits until all are idle. The
-clients are one process beside them (runs/_serve_client.py), on the same machine and its cores.
-Prompts are the bundled ones of one turn, rendered by the chat template and sent to /v1/completions;
-greedy, to the answer's end or --max-new-tokens. After --warm seconds, --seconds are measured;
-tokens are counted by the tokenizer from the text that came, shared out over its characters. Each of --clients sends its
-next request when it has its answer; `LLM.stream` answers without a server.
+All servers run all the time and are asked one after the other, another one first in every round, after all are idle. The
+clients are one process (runs/_serve_client.py) on the same cores. Prompts are the bundled ones of one turn, rendered by
+the chat template and sent to /v1/completions; greedy. After --warm seconds, --seconds are measured; tokens are counted by
+the tokenizer from the text that came, shared out over its characters. Each of --clients sends its next request when it
+has its answer; `LLM.stream` answers without a server.
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
-    """Wait until no server computes: some go on with answers whose clients have left, which would
-    slow the next one down."""
+    """Wait until no server computes: some go on with answers whose clients have left."""
     end, before = time.monotonic() + seconds, cpu_seconds(servers)
     while time.monotonic() < end:
         time.sleep(IDLE_SECONDS)
@@ -104,11 +100,7 @@ def settle(servers: Sequence[psutil.Process], seconds: float = 90) -> None:
 
 
 class Meter:
-    """Sends orders to the clients' process and reads what came back.
-
-    Args:
-        prompts: rendered.
-    """
+    """Sends orders to the clients' process and reads what came back; the prompts are rendered."""
 
     def __init__(self, llm: eyas.LLM, prompts: Sequence[str], model: Path, args: Any) -> None:
         self.llm, self.prompts, self.model, self.args = llm, prompts, model, args
@@ -150,10 +142,9 @@ class Meter:
                 first.append(events[0][0] - one["began"])
             if one["whole"] and begin <= one["end"] <= end and events:
                 texts[one["prompt"]] = one["text"]
-        failed = sum(one["whole"] and one["status"] != 200 for one in exchanges)
         return {
             "tokens_per_second": round(tokens / (end - begin), 2),
-            "failed": failed,
+            "failed": sum(one["whole"] and one["status"] != 200 for one in exchanges),
             "first_token_ms": percentiles(first),
             "between_chunks_ms": percentiles(gaps),
             "texts": texts,
@@ -245,12 +236,8 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def auto_over_off(by: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figures:
-    """Drafts auto over drafts off with 95 % intervals over the rounds: by the clock, and by the
-    servers' processor time.
-
-    The clients share the machine's cores, and so do its neighbours; the servers' own time per token
-    varies less from round to round.
-    """
+    """Drafts auto over drafts off with 95 % intervals over the rounds: by the clock, and by the servers' processor
+    time, which other processes disturb less."""
     auto, off = ({row["key"][2]: row for row in by.get(f"eyas, drafts {mode}", [])} for mode in ("auto", "off"))
     rounds = sorted(auto.keys() & off.keys())
     if len(rounds) < 2:

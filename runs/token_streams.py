@@ -3,15 +3,13 @@
     python runs/token_streams.py record BEFORE.json      in the tree as it was
     python runs/token_streams.py compare BEFORE.json     in the changed tree: status 1 if any id differs
 
-All methods with random weights on small models of several families, greedy and sampled, alone and
-four at a time; then the embedded model with its heads, kernels on and off, with penalties, bans,
-processors, stop strings, structured output, predictions, limits of drafts, log-probabilities.
-Ids and log-probabilities are compared byte for byte. The tree is fixed, as `auto` decides by the clock.
+All methods with random weights on small models of several families, greedy and sampled, alone and four at a time; then
+the embedded model with its heads and every feature of requests, kernels on and off. Trees are fixed, because `auto`
+decides by the clock.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import json
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import run
+from _common import parser, run
 from rich.progress import track
 
 import eyas
@@ -37,7 +35,8 @@ PROMPTS = (
     "Find me a flight to Boston on Monday.",
     "Is there a bus to the airport?",
 )
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}
+METHODS = ("vanilla", "suffix", "prompt_lookup", "mtp", "eagle3", "eagle2", "eagle1", "self_speculative")
 PROMPT_IDS = tuple(3 + (i * i * 7 + 5 * i) % 150 for i in range(40))
 TREE = {"nodes": 12, "depth": 4, "branch": 4}
 
@@ -82,36 +81,28 @@ def engine_cases() -> Iterator[tuple[str, Any]]:
         model = {**zoo.FAMILIES, **zoo.HYBRIDS}[family]()
         prompts = [PROMPT_IDS[:length] for length in (5, 23, 40, 3, 17, 31)]
         samplings = itertools.cycle(lossless.SAMPLINGS)
-        requests = [
-            Request(prompt, lossless.NEW, sampling) for prompt, sampling in zip(prompts, samplings, strict=False)
-        ]
-        for name in drafters.names():
-            for rows in (1, 4):
-                try:
-                    drafter = lossless.make(name, Target(model))
-                    tokens = decode(Decoder(drafter.target, drafter, rows), requests)[0]
-                except EyasError as error:  # a method that does not suit the family: it must go on saying so
-                    tokens = [str(error)]
-                yield f"{family} {name} rows={rows}", tokens
+        requests = [Request(ids, lossless.NEW, sampling) for ids, sampling in zip(prompts, samplings, strict=False)]
+        for name, rows in itertools.product(drafters.names(), (1, 4)):
+            try:
+                drafter = lossless.make(name, Target(model))
+                tokens = decode(Decoder(drafter.target, drafter, rows), requests)[0]
+            except EyasError as error:  # a method that does not suit the family: it must go on saying so
+                tokens = [str(error)]
+            yield f"{family} {name} rows={rows}", tokens
 
 
 def feature_cases() -> Iterator[tuple[str, Any]]:
     """Yield the embedded model's answers with every request feature."""
-    for kernels in ("auto", "off"):
-        for method in ("vanilla", "suffix", "prompt_lookup", "mtp", "eagle3", "eagle2", "eagle1", "self_speculative"):
-            tree = {"tree": TREE} if method in ("mtp", "eagle3", "eagle2") else {"tree": "fixed"}
-            llm = eyas.load(method=method, kernels=kernels, **tree)
-            names = FEATURES if method in ("suffix", "mtp", "eagle3") or kernels == "auto" else ("plain", "penalties")
-            for name in names:
-                for sampling in ({}, SAMPLED):
-                    for prompts, rows in ((PROMPTS[:1], 1), (PROMPTS, 4)):
-                        if rows == 4 and name not in ("plain", "penalties", "regex", "prediction", "logprobs"):
-                            continue
-                        results = llm.generate(
-                            list(prompts), max_new_tokens=32, batch_size=rows, **FEATURES[name], **sampling
-                        )
-                        kind = "sampled" if sampling else "greedy"
-                        yield f"embedded {kernels} {method} {name} {kind} rows={rows}", [_shown(r) for r in results]
+    for kernels, method in itertools.product(("auto", "off"), METHODS):
+        tree = TREE if method in ("mtp", "eagle3", "eagle2") else "fixed"
+        llm = eyas.load(method=method, kernels=kernels, tree=tree)
+        names = FEATURES if method in ("suffix", "mtp", "eagle3") or kernels == "auto" else ("plain", "penalties")
+        for name, kind, rows in itertools.product(names, KINDS, (1, 4)):
+            if rows == 4 and name not in ("plain", "penalties", "regex", "prediction", "logprobs"):
+                continue
+            options = {"max_new_tokens": 32, "batch_size": rows, **FEATURES[name], **KINDS[kind]}
+            results = llm.generate(list(PROMPTS[:rows]), **options)
+            yield f"embedded {kernels} {method} {name} {kind} rows={rows}", [_shown(r) for r in results]
 
 
 def _shown(result: eyas.Result) -> Any:
@@ -133,10 +124,10 @@ def streams() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["record", "compare"])
-    parser.add_argument("file", type=Path)
-    args = parser.parse_args()
+    options = parser(__doc__, None)
+    options.add_argument("command", choices=["record", "compare"])
+    options.add_argument("file", type=Path)
+    args = options.parse_args()
     made = json.loads(json.dumps(streams()))
     if args.command == "record":
         write_text(args.file, json.dumps(made))

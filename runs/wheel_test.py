@@ -3,9 +3,8 @@
     make wheel-test                                     builds them first
     python runs/wheel_test.py --python python3.13       in an environment of another interpreter
 
-draft-vectors is installed first, and runs without eyas. Then eyas is installed alone: what needs another package says so
-in one line. With the embedded model `eyas doctor` and `eyas generate` run; with eyas-lab `eyas demo`, and with eyas-train
-all commands and methods. eyas-gpu is installed without Triton and eyas-ray without Ray, which are large.
+draft-vectors runs without eyas; eyas alone says in one line what needs another package; then the others are added.
+eyas-gpu is installed without Triton and eyas-ray without Ray, which are large.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def only(pattern: str) -> Path:
 
 
 def check_contents(name: str) -> None:
-    """The wheel and the sources hold every file that runs eyas, nothing foreign, and are as small
-    as they should be."""
+    """The wheel and the sources hold every file that runs eyas, nothing foreign, and are small."""
     wheel, sources = only(f"{name}-*.whl"), only(f"{name}-*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
         files = opened.namelist()
@@ -89,8 +87,7 @@ def check_contents(name: str) -> None:
 
 
 def check_running(python: str, folder: Path) -> None:
-    """Install into an empty environment: eyas alone, which names what is missing; then the
-    embedded model and the other packages, which run."""
+    """Install into an empty environment: eyas alone, which names what is missing; then the others, which run."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
@@ -129,9 +126,8 @@ def check_running(python: str, folder: Path) -> None:
     methods = {method["name"] for method in json.loads(eyas("methods", "--json"))["methods"]}
     assert {"medusa", "eagle3"} <= methods
     assert eyas("generate", "--method", "lookahead", "I would like to see a movie.", "--max-new-tokens", "8").strip()
-    subprocess.run(
-        [scripts / "python", "-c", "import eyas_gpu.runner, eyas_ray.serving"], check=True, cwd=folder, env=clean
-    )
+    imports = [scripts / "python", "-c", "import eyas_gpu.runner, eyas_ray.serving"]
+    subprocess.run(imports, check=True, cwd=folder, env=clean)
 
 
 def main() -> None:

@@ -11,8 +11,7 @@ import pytest
 from interop_engines import ours, python_of
 
 sys.path.append(str(Path(__file__).parents[2] / "runs"))
-from _peers import DRAFTS, Workshop, mean_length
-from _peers_reference import reference_head, reference_target
+from _peers import DRAFTS, Workshop, mean_length, reference_head, reference_target
 
 pytestmark = pytest.mark.slow
 LIMIT = 48

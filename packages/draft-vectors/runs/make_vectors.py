@@ -116,13 +116,7 @@ def record(
         assert verdict.path_BP[0, : len(cycle.path)].tolist() == cycle.path, case.name
         assert np.abs(draft.log_q_BN[0].numpy() - log_q).max() < AGREE, case.name
         assert np.abs(scores[0].numpy() - cycle.logits_NV).max() < AGREE, case.name
-        one = {
-            "length": cycle.length,
-            "tokens": cycle.tokens,
-            "parents": cycle.parents,
-            "path": cycle.path,
-            "bonus": cycle.bonus,
-        }
+        one = {name: getattr(cycle, name) for name in ("length", "tokens", "parents", "path", "bonus")}
         kept.append({**one, "log_q": [round(float(x), 5) for x in log_q]})
         if number == 0 and c < CYCLES:
             expanded = [n for n, node in enumerate(cycle.nodes) if node.logits is not None]
@@ -156,9 +150,8 @@ def main() -> None:
     positions = range(PROMPT, PROMPT + 40)
     arrays["noise.7.target"] = np.stack([noise.gumbel(TARGET, n, target.config["vocab_size"]) for n in positions])
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, DATA / "vectors.safetensors")
-    (DATA / "vectors.json").write_text(
-        json.dumps({"prompts": prompts, "first_noise": PROMPT, "cases": answers}, separators=(",", ":")) + "\n"
-    )
+    whole = {"prompts": prompts, "first_noise": PROMPT, "cases": answers}
+    (DATA / "vectors.json").write_text(json.dumps(whole, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

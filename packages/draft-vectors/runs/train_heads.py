@@ -128,11 +128,8 @@ def make_head(name: str, target: Target, rows: Tensor) -> None:
         optimiser.step()
         schedule.step()
         if step % 100 == 99:
-            accuracy = float(loss.sums["accuracy"] / loss.count)
-            print(
-                f"{name}, step {step + 1}: loss {float(loss.total / loss.count):.3f}, accuracy {accuracy:.2f}",
-                flush=True,
-            )
+            figures = float(loss.total / loss.count), float(loss.sums["accuracy"] / loss.count)
+            print(f"{name}, step {step + 1}: loss {figures[0]:.3f}, accuracy {figures[1]:.2f}", flush=True)
     for weight in weights:
         weight.requires_grad_(False)
     rounded(drafter.net)

@@ -1,17 +1,13 @@
-"""A GPU that is not there: tensors of device cuda without memory, and a log of what a recorded
-cycle would launch on it.
+"""A GPU that is not there: tensors of device cuda without memory, and a log of what a recorded cycle launches on it.
 
-FakeTensors of device cuda have shapes, strides, dtypes and a device, and no values. A cycle that
-runs on them goes through all of eyas and of the model's own code. What it cannot do shows as an
-exception (a value that the host reads) or as a fault in the log:
+A cycle runs on FakeTensors through all of eyas and of the model's own code. A value that the host reads is an
+exception; the log has the rest:
 
     launches     operations that are no views, by stage of the cycle, with the bytes that they read and write
     faults       tensors of the host inside the recorded region, two devices in one operation, attention masks of odd widths
 
-An operation counts as one launch: a sort or a top-k is several kernels in truth, and a product may
-be split. Operators of ours (torch.library) count as many kernels as `eyas_gpu.operators.KERNELS` says. A
-build of torch without CUDA serves too: it lacks the guard of the device that indexing asks for, so
-`Unguarded` does that in its place.
+An operation counts as one launch, operators of ours (torch.library) as `eyas_gpu.operators.KERNELS` says. A build of
+torch without CUDA lacks the guard of the device that indexing asks for: `Unguarded` does that in its place.
 """
 
 from __future__ import annotations
@@ -40,14 +36,10 @@ CUDA = torch.device("cuda", 0)
 HOPPER = (9, 0)  # compute capability of an H100 or H200
 T = TypeVar("T")
 
-PRODUCTS = frozenset({
-    "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
-    "scaled_dot_product_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
-})  # fmt: skip
 NOTHING = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "expand_as", "view_as", "transpose", "permute", "t", "movedim",
-    "unsqueeze",
-    "squeeze", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold", "unflatten", "flatten", "diagonal",
+    "unsqueeze", "squeeze",
+    "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold", "unflatten", "flatten", "diagonal",
     "as_strided", "detach", "alias", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "is_same_size",
     "sym_size", "sym_stride", "sym_numel", "_assert_async", "_assert_tensor_metadata", "resolve_conj", "resolve_neg", "T", "mT",
 })  # fmt: skip
@@ -62,7 +54,6 @@ class Launch:
     stage: str  # of the cycle: draft, target, verify, commit; rest: around them
     name: str
     bytes: int  # read and written
-    product: bool  # a matrix product or attention
     kernels: int = 1
 
 
@@ -83,12 +74,10 @@ class LaunchLog(TorchDispatchMode):
             self.faults[f"{self.stage()}: the host reads {name}"] += 1
         outputs = func(*args, **(kwargs or {}))
         read, made = (_tensors(part) for part in ((args, kwargs), outputs))
-        devices = {t.device for t in (*read, *made) if t.ndim}
-        if (
-            len(devices) > 1
-            or any(device.type != "cuda" for device in devices)
-            or (name in ("_to_copy", "copy_") and _mixed(read, made))
-        ):
+        # a number of the host may take part in an operation, but not be copied
+        moves = name in ("_to_copy", "copy_")
+        devices = {t.device for t in (*read, *made) if t.ndim or moves}
+        if len(devices) > 1 or any(device.type != "cuda" for device in devices):
             shapes = [f"{t.device.type}{list(t.shape)}" for t in (*read, *made)]
             self.faults[f"{self.stage()}: {name} of {', '.join(shapes)}"] += 1
         if "attention" in name:
@@ -98,16 +87,12 @@ class LaunchLog(TorchDispatchMode):
         writes = func._schema.is_mutable
         if (made or writes) and name not in NOTHING and (writes or not _is_view(name, read, made)):
             size = _bytes_of(name, args, read, made)
-            self.launches.append(Launch(self.stage(), name, size, name in PRODUCTS, KERNELS.get(name, 1)))
+            self.launches.append(Launch(self.stage(), name, size, KERNELS.get(name, 1)))
         return outputs
 
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _mixed(read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    return len({t.device.type for t in (*read, *made)}) > 1
 
 
 def _is_view(name: str, read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
@@ -142,8 +127,7 @@ def _size(tensor: Tensor) -> int:
 
 
 class Unguarded(TorchFunctionMode):
-    """Does what asks for the guard of the device by operators that do not: x[...], x[...] = y.
-    Random numbers are not drawn.
+    """Does x[...] and x[...] = y by operators that ask for no guard of the device. Random numbers are not drawn.
 
     Attributes:
         from_host: tensors that were made on the device from numbers of the host.
@@ -245,10 +229,8 @@ def fake_cuda() -> Iterator[Unguarded]:
 def logged_by_stage(
     mode: Unguarded,
 ) -> Iterator[Callable[[Callable[[], T], Callable[[], None]], tuple[T, Callable[[], None]]]]:
-    """A capture for `eyas_gpu.graphs.GraphRunner` that runs the work twice and logs the second run,
-    by the stages of the cycle, in its list `logs`. The first one is for what is made once, as in
-    the warm-up of a real capture.
-    """
+    """A capture for `eyas_gpu.graphs.GraphRunner` that runs the work twice, the first time to warm up, and logs the
+    second run by the stages of the cycle, in its list `logs`."""
     stages = ["rest"]
 
     class Stages(StageTimer):

@@ -1,20 +1,16 @@
-"""Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision
-of the draft.
+"""Count what a recorded cycle launches on a GPU, without one: by method, temperature and precision of the draft.
 
     python packages/eyas-gpu/runs/gpu_counts.py                   the table, as Markdown
-    python packages/eyas-gpu/runs/gpu_counts.py --check           exit status 1 where a cycle launches more than the page says
-    python packages/eyas-gpu/runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md
+    python packages/eyas-gpu/runs/gpu_counts.py --write           write the table into docs/lab/gpu_plan.md, which describes it
 
-One row behind 1,024 tokens, shapes of Llama-3.1-8B, bfloat16, trees of 60 nodes (8 levels, 10 wide)
-or the method's own, unless the first column says otherwise. The cycle is run on tensors without
-memory (_fake_cuda.py), with two numbers of layers, so that the launches of a layer are known apart.
-Methods that are not here are recorded without their draft: their pass, verification and commit are
-as those of the others.
+The cycle is run on tensors without memory (_fake_cuda.py), with two numbers of layers, so that the launches of a layer
+are known apart.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[3] / "runs"))  # what scripts share
 import _markdown
 from _common import parser, words
-from _fake_cuda import CUDA, LaunchLog, fake_cuda, logged_by_stage
+from _fake_cuda import CUDA, fake_cuda, logged_by_stage
 from _gpu_lab import SHAPES
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,9 +47,8 @@ from eyas_lab.bench.simulate import simulated
 
 PAGE = Path(__file__).parents[3] / "docs" / "lab" / "gpu_plan.md"
 BEGIN, END = "<!-- counts: python packages/eyas-gpu/runs/gpu_counts.py --write -->", "<!-- end of counts -->"
-LAYERS = (8, 9)  # traced; EAGLE-3 reads three of them
+LAYERS, ALL_LAYERS = (8, 9), 32  # traced (EAGLE-3 reads three of them), and shown
 CONTEXT, NEW = 1024, 128
-STAGES = ("draft", "target", "verify", "commit", "rest")
 SLACK = 0.05  # the page is renewed when a cycle launches so much less than it says
 
 
@@ -86,34 +81,6 @@ class Case:
         return self.name, f"{self.temperature:g}", self.precision, "kernels" if self.kernels else "model's code"
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Launches and bytes of a cycle with so many layers of the target."""
-
-    layers: int
-    launches: dict[str, int]  # by stage
-    bytes: dict[str, int]
-    faults: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> int:
-        return sum(self.launches.values())
-
-    def extended(self, more: Counts, layers: int) -> Counts:
-        """The counts with `layers` layers, from those of two traces."""
-        step = (layers - self.layers) / (more.layers - self.layers)
-
-        def line(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-            return {stage: round(a[stage] + step * (b[stage] - a[stage])) for stage in a}
-
-        return Counts(
-            layers,
-            launches=line(self.launches, more.launches),
-            bytes=line(self.bytes, more.bytes),
-            faults=tuple(dict.fromkeys((*self.faults, *more.faults))),
-        )
-
-
 CASES = [
     Case("vanilla", kernels=False), Case("vanilla", 1.0, kernels=False),
     *(Case("eagle3", t, p, kernels=False) for t in (0.0, 1.0) for p in ("bf16", "fp8")),
@@ -138,9 +105,9 @@ class ShapedTarget(Target):
         return ((heads, width, width),) * config.num_hidden_layers, config.vocab_size, True
 
 
-def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
-    """The counts of the cycle, with so many layers of the target."""
-    sizes = {**SHAPES[shape], "num_hidden_layers": layers}
+def traced(case: Case, layers: int) -> Counter[str]:
+    """The launches of the cycle by stage, and its "bytes", with so many layers of the target."""
+    sizes = {**SHAPES["llama-8b"], "num_hidden_layers": layers}
     with fake_cuda() as mode, logged_by_stage(mode) as capture:
         with CUDA:
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
@@ -157,7 +124,11 @@ def traced(case: Case, layers: int, shape: str = "llama-8b") -> Counts:
             _Static.from_choices.cache_clear()  # its tensors belong to this trace
             available.cache_clear()  # there is no GPU in truth
         (log,) = capture.logs  # type: ignore[attr-defined]
-    return _counts(log, layers)
+    assert not log.faults, f"{case}: {dict(log.faults)}"
+    counts = Counter[str]()
+    for launch in log.launches:
+        counts.update({launch.stage: launch.kernels, "bytes": launch.bytes})
+    return counts
 
 
 def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
@@ -184,24 +155,6 @@ def _cycle(case: Case, drafter: Drafter, target: Target) -> None:
         cycle(cycle_input, StageTimer())
 
 
-def _counts(log: LaunchLog, layers: int) -> Counts:
-    def summed(value: Any) -> dict[str, int]:
-        return {stage: sum(value(launch) for launch in log.launches if launch.stage == stage) for stage in STAGES}
-
-    return Counts(
-        layers,
-        launches=summed(lambda launch: launch.kernels),
-        bytes=summed(lambda launch: launch.bytes),
-        faults=tuple(f"{fault} (x{count})" for fault, count in log.faults.items()),
-    )
-
-
-def counted(case: Case, layers: int = 32) -> tuple[Counts, float]:
-    """(the counts with so many layers, the launches of one layer)."""
-    few, more = (traced(case, n) for n in LAYERS)
-    return few.extended(more, layers), (more.launches["target"] - few.launches["target"]) / (more.layers - few.layers)
-
-
 KEYS = 4  # leading cells that name a row
 HEADER = (
     "method", "T", "draft", "by", "draft: launches", "target: a layer", "target: rest", "verify", "commit", "all, 32 layers", "GB",
@@ -210,12 +163,14 @@ HEADER = (
 
 def row(case: Case) -> list[str]:
     """The line of the table."""
-    counts, layer = counted(case)
-    assert not counts.faults, f"{case}: {'; '.join(counts.faults)}"
-    launches = counts.launches
-    rest = launches["target"] - 32 * layer + launches["rest"]
-    numbers = (launches["draft"], layer, rest, launches["verify"], launches["commit"], counts.total)
-    return [*case.key, *(f"{n:,.0f}" for n in numbers), f"{sum(counts.bytes.values()) / 1e9:.2f}"]
+    few, more = (traced(case, n) for n in LAYERS)
+    layers = LAYERS[1] - LAYERS[0]
+    per_layer = {name: (more[name] - few[name]) / layers for name in more}
+    counts = {name: few[name] + (ALL_LAYERS - LAYERS[0]) * per_layer[name] for name in more}
+    size, launches, layer = counts.pop("bytes"), Counter(counts), per_layer["target"]
+    rest = launches["target"] - ALL_LAYERS * layer + launches["rest"]
+    numbers = (launches["draft"], layer, rest, launches["verify"], launches["commit"], launches.total())
+    return [*case.key, *(f"{n:,.0f}" for n in numbers), f"{size / 1e9:.2f}"]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -231,8 +186,7 @@ def written(page: str) -> dict[tuple[str, ...], list[float]]:
 
 
 def difference(counted_row: Sequence[str], page: dict[tuple[str, ...], list[float]]) -> str | None:
-    """Why the page does not hold for this row: it launches more than is written, or much less; None
-    if it holds."""
+    """Why the page does not hold for this row: it launches more than is written, or much less."""
     key, numbers = tuple(counted_row[:KEYS]), [float(cell.replace(",", "")) for cell in counted_row[KEYS:]]
     if key not in page:
         return f"{', '.join(key)}: not on the page"
@@ -249,18 +203,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser(
         __doc__,
         output=None,
-        check=(False, "compare with docs/lab/gpu_plan.md"),
         write=(False, "write the table into docs/lab/gpu_plan.md"),
         methods=("", "some of the methods, separated by commas"),
     ).parse_args(arguments)
     cases = [case for case in CASES if not args.methods or case.method in words(args.methods)]
     rows = list(map(row, cases))
-    page = PAGE.read_text(encoding="utf-8")
-    if args.check:
-        differences = [why for counted_row in rows if (why := difference(counted_row, written(page)))]
-        sys.exit("\n".join(differences) or 0)
     if args.write:
-        head, _, rest = page.partition(BEGIN)
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         write_text(PAGE, f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
     print(table(rows))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["with_small_tree"]
 
-# The fastest static tree in runs/speed.py: on a CPU in float32 every verified node costs time.
+# The fastest static tree in `make bench`: on a CPU in float32 every verified node costs time.
 # Dynamic trees adapt (eyas.adaptive).
 SMALL_TREE = {"tree.choices": "chain-3"}
 

@@ -1,5 +1,4 @@
-"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where
-it was stopped."""
+"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import importlib
 import json
 import sys
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -62,13 +62,25 @@ def chats(path: Path, count: int, reply: str) -> Path:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards that every script can be imported, has its options, and shows the command line that
-    its help begins with."""
+    """Guards that every script can be imported, and shows the command line that its help begins with."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         command(name).main()
     assert ended.value.code == 0
     assert f"python {SCRIPTS[name].relative_to(RUNS.parent)}" in capsys.readouterr().out
+
+
+def test_no_head_is_judged_on_a_chat_of_its_training(command: Any, tmp_path: Path) -> None:
+    """Bug: a held-in chat that is in the training data too is asked."""
+
+    def write(name: str, texts: list[str]) -> Path:
+        pairs = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
+        (tmp_path / name).write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
+        return tmp_path / name
+
+    every, held = write("every", [str(number) for number in range(9)]), write("held", ["a", "4", "b", "c"])
+    found = command("compare_heads").asked(Namespace(chats=held, trained_on=every, skip=1, limit=9))
+    assert [prompt.messages[0]["content"] for prompt in found] == ["b", "c"]
 
 
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:
@@ -112,8 +124,7 @@ def test_a_chain_is_measured_without_decoding(command: Any) -> None:
 
 
 def test_the_results_are_made_from_the_records(command: Any) -> None:
-    """Bug: a table of docs/lab/results.md is edited by hand, or a record changes without it; a picture
-    is missing."""
+    """Bug: a table of docs/lab/results.md is edited by hand, or its record or a picture changes without it."""
     results = command("results")
     assert results.main(["--check"]) == 0, "run: python runs/results.py"
     pages = "".join((results.DOCS / "lab" / page).read_text(encoding="utf-8") for page in ("results.md", "report.md"))
@@ -162,8 +173,7 @@ def smallest(command: Any, monkeypatch: pytest.MonkeyPatch, output: Path, name: 
 
 @pytest.mark.slow
 def test_compare_heads(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the whole way from chats to a record with the embedded model: texts are equal,
-    intervals hold their values, a second run asks nothing again."""
+    """Guards the whole way from chats to a record: equal texts, intervals, a second run asks nothing again."""
     held_out = chats(tmp_path / "eval.jsonl", 3, "it is")
     heads = ("--head", "eagle2=eagle2", "--head", "eagle3=eagle3", "--trees", "5/3/2", "--temperatures", "0")
     given = ("compare_heads", "--chats", held_out, "--limit", 3, "--max-new-tokens", 6, *heads)
@@ -178,16 +188,13 @@ def test_compare_heads(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.exhaustive
 def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the bench of `make bench`: every contestant's row, texts equal, plain decoding over
-    itself is 1; --table shows a record."""
+    """Guards `make bench`: every contestant's row, texts equal, plain decoding over itself is 1."""
     output, speed = tmp_path / "speed.json", command("speed")
-    speed.main(
-        ["--limit", "1", "--max-new-tokens", "4", "--methods", "eagle2", "--parts", "speed", "--output", str(output)]
-    )
+    given = ["--limit", "1", "--max-new-tokens", "4", "--methods", "eagle2", "--parts", "speed"]
+    speed.main([*given, "--output", str(output)])
     record = json.loads(output.read_text())
-    assert {"plain", "plain, model's own forward", "eagle2 auto", "random head, auto", "transformers generate"} <= set(
-        record["table"]
-    )
+    contestants = {"plain", "plain, model's own forward", "eagle2 auto", "random head, auto", "transformers generate"}
+    assert contestants <= set(record["table"])
     assert record["table"]["plain"]["over_plain"] == [1.0, None, None]
     assert {row["equal"] for row in record["table"].values()} == {"1 of 1"}
     speed.main(["--table", str(output)])
@@ -196,8 +203,7 @@ def test_speed(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.exhaustive
 def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other half of `make bench`: every target whose passes it times is built; only the
-    timing itself is left out."""
+    """Guards the other half of `make bench`: every target whose passes it times is built."""
     speed, timed = command("speed"), list[Target]()
 
     def verify_cost(target: Target, context: int = 0, nodes: tuple[int, ...] = (1, 8)) -> list[dict[str, float]]:
@@ -220,9 +226,7 @@ def test_cost_curves_of_the_bench(command: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can
-    go; texts are equal by every runner; each case is in the record; a second run measures nothing
-    again."""
+    """Guards the first minutes on a GPU: every stage runs, texts are equal, a second run measures nothing again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
     options = "--device cpu --shape small --minutes 30"
     given = [*options.split(), "--output", str(output)]
@@ -254,8 +258,7 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
 def test_a_run_for_a_gpu_ends_in_time_and_goes_on(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bugs: the time is over and what was measured is lost; a case that fails ends all others, or
-    is never measured again."""
+    """Bug: what was measured is lost when time is over; a failed case ends all others, or is never tried again."""
     gpu = command("gpu")
     calls = list[str]()
 
@@ -315,8 +318,7 @@ def test_mistakes_in_the_options_for_a_gpu(command: Any, tmp_path: Path) -> None
 
 @pytest.mark.exhaustive
 def test_what_runs_on_a_gpu_needs_few_packages() -> None:
-    """Guards a machine that has torch and transformers and cannot install anything: no package of
-    the command line or of pictures."""
+    """Guards a machine that cannot install anything: no package of the command line or of pictures."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
     code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu; gpu.cases(gpu.FULL); print('ok')"
     done = processes.run([sys.executable, "-c", code])

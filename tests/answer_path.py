@@ -1,8 +1,4 @@
-"""What one answer passes: the files of eyas whose functions run for it. `tests/test_house.py` runs this in a process.
-
-The embedded model with its best head, a fixed tree and without compiled kernels, so that every machine passes
-the same files.
-"""
+"""The files of eyas whose functions run for one answer of the embedded model; test_house.py runs this."""
 
 from __future__ import annotations
 

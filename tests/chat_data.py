@@ -68,8 +68,7 @@ def merging() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Like a SentencePiece model: a space is put before the text, spaces belong to the word after
-    them, text is normalised."""
+    """Like a SentencePiece model: a space before the text, spaces belong to the word after them, text is normalised."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

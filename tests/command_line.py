@@ -1,5 +1,4 @@
-"""The command, and models small enough to be made for a test: a llama of tests/zoo.py with a
-tokenizer of characters, and heads for it."""
+"""The command, and models small enough for a test: a llama with a tokenizer of characters, and heads for it."""
 
 from __future__ import annotations
 

@@ -18,17 +18,14 @@ from transformers import PreTrainedModel
 
 import eyas
 from eyas.errors import EyasError
+from reference import generated
 
 PROMPT, NEW = list(range(3, 35)), 12
 Edit = Callable[[Any], None]
 
 
-def plain(model: PreTrainedModel, prompt: list[int] = PROMPT, new: int = NEW) -> list[int]:
-    """The ids of transformers' own generate."""
-    ids = torch.tensor([prompt], device="cpu")
-    settings = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0, "eos_token_id": -1}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return out[0, len(prompt) :].tolist()
+def plain(model: PreTrainedModel) -> list[int]:
+    return generated(model, PROMPT, NEW)
 
 
 def _linear(old: nn.Linear, out: int | None = None, inp: int | None = None, bias: bool | None = None) -> nn.Linear:
@@ -119,6 +116,7 @@ class _Adapted(nn.Module):
         return self.base(x) - x
 
 
+NORM: dict[str, Any] = {"normalized_shape": 64, "dtype": torch.float32, "device": "cpu"}
 EDITS: dict[str, Edit] = {
     "nothing": lambda model: None,
     "a narrow MLP": _mlp(1, 64),
@@ -131,17 +129,13 @@ EDITS: dict[str, Edit] = {
     "fewer first heads": _queries(0, 2),
     "more keys": _keys(1),
     "more first keys": _keys(0),
-    "a bias of queries": _replaced("model.layers.1.self_attn.q_proj", lambda old: _linear(old, bias=True)),
-    "a bias of keys": _replaced("model.layers.1.self_attn.k_proj", lambda old: _linear(old, bias=True)),
-    "a bias of gates": _replaced("model.layers.1.mlp.gate_proj", lambda old: _linear(old, bias=True)),
-    "a bias of ups": _replaced("model.layers.1.mlp.up_proj", lambda old: _linear(old, bias=True)),
+    **{
+        f"a bias of {part}": _replaced(f"model.layers.1.{part}_proj", lambda old: _linear(old, bias=True))
+        for part in ("self_attn.q", "self_attn.k", "mlp.gate", "mlp.up")
+    },
     "no norm": _replaced("model.layers.1.input_layernorm", lambda old: nn.Identity()),
-    "another norm": _replaced(
-        "model.layers.1.input_layernorm", lambda old: nn.LayerNorm(64, dtype=torch.float32, device="cpu")
-    ),
-    "torch's norm": _replaced(
-        "model.layers.1.input_layernorm", lambda old: nn.RMSNorm(64, dtype=torch.float32, device="cpu")
-    ),
+    "another norm": _replaced("model.layers.1.input_layernorm", lambda old: nn.LayerNorm(**NORM)),
+    "torch's norm": _replaced("model.layers.1.input_layernorm", lambda old: nn.RMSNorm(**NORM)),
     "no last norm": _replaced("model.norm", lambda old: nn.Identity()),
     "an epsilon": _set("model.layers.2.post_attention_layernorm.variance_epsilon", 0.5),
     "an activation": _set("model.layers.2.mlp.act_fn", nn.GELU()),

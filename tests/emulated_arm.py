@@ -87,7 +87,6 @@ class EmulatedLibrary:
         numbers = [x.value for x in arguments if isinstance(x, ctypes.c_float)]
         words = [self._word(x) for x in arguments if not isinstance(x, ctypes.c_float)]
         words += [0] * (16 - len(words))
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # said when no answer comes
             self.process.stdin.write(struct.pack("40s16qf4x", name.encode(), *words, *numbers or [0.0]))
             self.process.stdin.flush()
@@ -97,7 +96,6 @@ class EmulatedLibrary:
         return result
 
     def _answer(self) -> int:
-        assert self.process.stdout is not None
         answer = self.process.stdout.read(8)
         assert len(answer) == 8, f"the emulator ended with status {self.process.wait()}"
         return int.from_bytes(answer, "little", signed=True)

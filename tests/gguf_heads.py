@@ -1,5 +1,4 @@
-"""Heads as llama.cpp's converter writes them into GGUF files, made of heads in their published forms: for tests
-without llama.cpp. tests/interop/test_gguf.py compares with the converter itself."""
+"""Published heads as llama.cpp's converter writes them into GGUF files; tests/interop compares with it."""
 
 from __future__ import annotations
 
@@ -25,42 +24,27 @@ from eyas.drafters import find
 from reference import plain_decode, run
 
 LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    "hidden_norm": "attn_norm_2",
+    "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}, **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
     **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-    "attention_conv.base_kernel": "attn_conv_base",
-    "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.base_kernel": "ffn_conv_base",
-    "mlp_conv.kernel_projection": "ffn_conv_proj",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.experts.down_proj": "ffn_down_exps.weight",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "attention_conv.base_kernel": "attn_conv_base", "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base", "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "mlp.gate": "ffn_gate_inp", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.{shared}.{x}_proj": f"ffn_{x}_shexp" for shared in ("shared_expert", "shared_experts") for x in ("gate", "up", "down")},
 }  # fmt: skip
 OUTER = {
-    "norm": "output_norm",
-    "lm_head": "output",
-    "embed_tokens": "token_embd",
-    "markov_head.markov_w1": "markov_w1",
-    "markov_head.markov_w2": "markov_w2",
-    "confidence_head.proj": "conf_proj",
+    "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd", "confidence_head.proj": "conf_proj",
+    "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection": "selector_hidden",
-}
+}  # fmt: skip
 SIZES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "vocab_size": "vocab_size",
-}
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "head_dim": "attention.key_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length", "vocab_size": "vocab_size",
+}  # fmt: skip
 NUMBERS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
 Parts = tuple[dict[str, Tensor], dict[str, Any]]
 

@@ -1,5 +1,4 @@
-"""Results of the reference implementations, where they lie beside this checkout, and checks of
-heads as their authors published them."""
+"""Results of the reference implementations, where they lie beside this checkout, and checks of published heads."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def golden_head(name: str, folder: Path) -> Weights:
-    """Load the head of that name; asserts that its .bin and .safetensors are read alike, and are
-    written as their authors wrote them."""
+    """The head of that name; asserts that .bin and .safetensors are read alike, and written as published."""
     safe = load(GOLDEN / name)
     for file in ("config.json", "pytorch_model.bin"):
         (folder / file).write_bytes((GOLDEN / name / file).read_bytes())

@@ -53,14 +53,8 @@ def make(name: str, target: Target, kind: str = "random", **options: Any) -> Any
 def roots_of(rows: int, sampling: Sampling = Sampling()) -> CycleInput:  # noqa: B008 - frozen
     """The input of a cycle whose rows have different roots and positions."""
     samplings, position_B = (sampling,) * rows, torch.arange(rows) + 5
-    return CycleInput(
-        torch.arange(rows) + 3,
-        position_B,
-        torch.ones(rows, dtype=torch.bool),
-        samplings,
-        GumbelNoise.from_sampling(samplings),
-        int(position_B.max()),
-    )
+    everywhere, noise = torch.ones(rows, dtype=torch.bool), GumbelNoise.from_sampling(samplings)
+    return CycleInput(torch.arange(rows) + 3, position_B, everywhere, samplings, noise, int(position_B.max()))
 
 
 def features(target: Target, rows: int) -> Tensor:

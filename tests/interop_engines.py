@@ -48,8 +48,7 @@ def asked(program: str, python: Path, question: dict[str, Any]) -> dict[str, Any
 def ours(
     prompts: list[list[int]], head: Path, method: str, tokens: int, limit: int, cut: bool = False
 ) -> tuple[list[list[int]], float]:
-    """The ids of eyas' plain decoding, and 1 + accepted drafts / cycles of a chain of so many
-    tokens by a head of this method; `cut`: without the drafts that are accepted behind the limit."""
+    """Ids of plain decoding, and 1 + accepted / cycles of a chain of `tokens`; `cut`: not behind the limit."""
     plain = eyas.load(method="vanilla")
     if method == "eagle1":
         options: dict[str, Any] = {"method": "eagle1", "tree.choices": f"chain-{tokens}"}

@@ -16,8 +16,7 @@ SOURCE = str(Path(eyas.__file__).parent)
 
 
 def leaves_a_block(frame: FrameType) -> bool:
-    """Return whether a `with` statement may be about to call __exit__. No signal's handler runs between the end of the
-    block and that call; a trace function does, and a lock would stay taken."""
+    """Whether a `with` may be about to call __exit__: no signal's handler runs there, but a trace function does."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
@@ -71,8 +70,7 @@ def lines_of(do: Callable[[], object]) -> int:
 
 
 def lines_in(do: Callable[[], object], *functions: str) -> list[int]:
-    """Return the numbers, among all lines of eyas, at which lines of functions with such names begin while something is
-    done."""
+    """The numbers, among all lines of eyas, at which lines of functions with such names begin."""
     places: dict[tuple[str, int], list[int]] = {}
     with interrupted_at(0, places):
         do()

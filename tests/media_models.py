@@ -1,5 +1,4 @@
-"""Tiny random models that read images, and prompts as their processors make them: token ids, and
-what else the forward takes."""
+"""Tiny random models that read images, and prompts as their processors make them."""
 
 from __future__ import annotations
 
@@ -39,13 +38,9 @@ VISION = {
 
 def llava() -> PreTrainedModel:
     text = {"model_type": "llama", **TEXT}
-    config = LlavaConfig(
-        text_config=text,
-        vision_config={"model_type": "clip_vision_model", **VISION},
-        image_token_index=IMAGE,
-        vision_feature_layer=-1,
-    )
-    return LlavaForConditionalGeneration(config)
+    vision = {"model_type": "clip_vision_model", **VISION}
+    sizes = {"image_token_index": IMAGE, "vision_feature_layer": -1}
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, **sizes))
 
 
 def gemma3() -> PreTrainedModel:
@@ -142,7 +137,6 @@ def with_processor(folder: Path) -> Path:
     assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
     size = {"height": 8, "width": 8}
     images = CLIPImageProcessorPil(size=size, crop_size=size)
-    LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1).save_pretrained(
-        folder
-    )
+    processor = LlavaProcessor(images, tokenizer, 2, "default", MESSAGES_TEMPLATE, num_additional_image_tokens=1)
+    processor.save_pretrained(folder)
     return folder

@@ -88,6 +88,27 @@ LAW = "the law of the first"
 OTHER_IDS = "other ids than plain decoding"
 TWO_DEVICES = "Expected all tensors to be on the same device"
 OTHER_POSITION = "position that is not the tree's"
+ACCEPTS = "NOISE.accepts(CHANCE, POSITION, SIBLING)"
+ACCEPTS_BLOCK = "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)"
+GUMBEL = "NOISE.gumbel(POSITION[:, None], VOCAB)"
+
+
+def block(name: str, pattern: str, replacement: str, *known: str, check: Check = BLOCK, words: str = LAW) -> Mutation:
+    """A mistake in the verification of blocks."""
+    return mutation(name, check, rewrite("core.verify:_verify_block", pattern, replacement, *known), words=words)
+
+
+def rejection(name: str, check: Check, pattern: str, replacement: str, *known: str) -> Mutation:
+    """A mistake in recursive rejection."""
+    return mutation(name, check, rewrite("core.verify:_verify_by_rejection", pattern, replacement, *known), words=LAW)
+
+
+def apart(
+    name: str, where: str, pattern: str, replacement: str, *known: str, method: str = "suffix", family: str = "llama",
+    words: str = TWO_DEVICES,
+) -> Mutation:  # fmt: skip
+    """A mistake with tensors on several devices."""
+    return mutation(name, on_two_devices(method, family), rewrite(where, pattern, replacement, *known), words=words)
 
 
 # --- functions in the place of the shipped ones ----------------------------------------------------------------------------------------
@@ -98,6 +119,11 @@ Wrap = Callable[[Any], Any]
 def on_other_arguments(change: Callable[..., tuple[Any, ...]]) -> Wrap:
     """The function is called with what `change` makes of its arguments."""
     return lambda original: lambda *arguments: original(*change(*arguments))
+
+
+def draws(change: Callable[[Any, Any], tuple[Any, Any]]) -> Change:
+    """The target draws at other positions, or with other noise."""
+    return patch("core.verify:Rule.draw", on_other_arguments(lambda *given: (*given[:3], *change(*given[3:]))))
 
 
 def with_other_tree(fields: Callable[..., dict[str, Any]]) -> Wrap:
@@ -247,14 +273,9 @@ MUTATIONS = (
     mutation("log-probabilities of the token before", ("features.test_logprobs", "test_on_long_paths", ()),
         rewrite("core.logprobs:path_logprobs", "VERDICT.tokens_BP.roll(...)", "VERDICT.tokens_BP")),
     # what rejection leaves of p and q
-    mutation("the bonus from p, not from what rejection left of it", drawn("pair"),
-        rewrite(
-            "core.verify:_verify_by_rejection",
-            "torch.where(NEWLY[:, None], REST, FINAL)",
-            "torch.where(NEWLY[:, None], SCORES[ROWS, NODE].softmax(-1), FINAL)",
-            "SCORES[ROWS, NODE].softmax(-1)",
-        ),
-        words=LAW),
+    rejection("the bonus from p, not from what rejection left of it", drawn("pair"),
+        "torch.where(NEWLY[:, None], REST, FINAL)",
+        "torch.where(NEWLY[:, None], SCORES[ROWS, NODE].softmax(-1), FINAL)", "SCORES[ROWS, NODE].softmax(-1)"),
     mutation("no renormalisation of p", drawn("three", "far"), patch("core.verify:_residual", residual(False, True)),
         words=LAW),
     mutation("no renormalisation of q", drawn("pair"),
@@ -264,30 +285,16 @@ MUTATIONS = (
         patch("core.verify:_residual", residual(True, False))),
     mutation("q not restricted after a sibling", drawn("pair"),
         patch("core.verify:_without", lambda without: lambda q_BV, token_B: q_BV), words=LAW),
-    mutation("a sibling that q cannot have drawn is tried", drawn("three", "two"),
-        rewrite("core.verify:_verify_by_rejection", "TESTED & (Q > 0)", "TESTED"), words=LAW),
+    rejection("a sibling that q cannot have drawn is tried", drawn("three", "two"), "TESTED & (Q > 0)", "TESTED"),
     # positions of the noise
     mutation("bonus position off by one", SLOW_DRAWN,
-        rewrite(
-            "core.verify:draw_bonus",
-            "NOISE.gumbel(POSITION[:, None], VOCAB)",
-            "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)",
-        )),
-    mutation("bonus position stays at the root's", drawn("chain", "far"),
-        rewrite("core.verify:_verify_by_rejection", "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
-        words=LAW),
+        rewrite("core.verify:draw_bonus", GUMBEL, "NOISE.gumbel(POSITION[:, None] - 1, VOCAB)")),
+    rejection("bonus position stays at the root's", drawn("chain", "far"),
+        "torch.where(ENDED, POSITION, POSITION + 1)", "POSITION"),
     mutation("target positions off by one", ids("vanilla"),
-        patch(
-            "core.verify:Rule.draw",
-            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B - 1, noise)),
-        ),
-        words=OTHER_IDS),
+        draws(lambda position_B, noise: (position_B - 1, noise)), words=OTHER_IDS),
     mutation("noise of the next depth", chosen("chain"),
-        patch(
-            "core.verify:Rule.draw",
-            on_other_arguments(lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B + 1, noise)),
-        ),
-        words=OTHER_POSITION),
+        draws(lambda position_B, noise: (position_B + 1, noise)), words=OTHER_POSITION),
     mutation("the bonus of the node before the last", chosen("chain"),
         patch("core.verify:accepted_nodes", bonus_of_the_node_before), words=LAW),
     # which nodes are tried and accepted
@@ -332,73 +339,31 @@ MUTATIONS = (
         words=LAW),
     # another row's noise
     mutation("another row's noise for the draws", ids("eagle2"),
-        patch(
-            "core.verify:Rule.draw",
-            on_other_arguments(
-                lambda ops, scores, tree, position_B, noise: (ops, scores, tree, position_B, of_the_row_before(noise))
-            ),
-        ),
-        words=OTHER_IDS),
+        draws(lambda position_B, noise: (position_B, of_the_row_before(noise))), words=OTHER_IDS),
     mutation("another row's noise for the bonus", verified_alone(True),
-        rewrite(
-            "core.verify:draw_bonus",
-            "NOISE.gumbel(POSITION[:, None], VOCAB)",
-            "NOISE.gumbel(POSITION[:, None], VOCAB).roll(1, 0)",
-        )),
+        rewrite("core.verify:draw_bonus", GUMBEL, f"{GUMBEL}.roll(1, 0)")),
     mutation("another row's noise for the accept tests", verified_alone(True),
         patch("core.sampling:GumbelNoise.accepts", rolled)),
     mutation("another row's seed", ("core.test_sampling", "test_noise_depends_on_nothing_else", ()),
         rewrite("core.sampling:GumbelNoise._uniform", "self.seed_B", "self.seed_B.roll(1)")),
-    mutation("one uniform number for all siblings", drawn("binary"),
-        rewrite(
-            "core.verify:_verify_by_rejection",
-            "NOISE.accepts(CHANCE, POSITION, SIBLING)",
-            "NOISE.accepts(CHANCE, POSITION, 0)",
-        ),
-        words=LAW),
+    rejection("one uniform number for all siblings", drawn("binary"), ACCEPTS, "NOISE.accepts(CHANCE, POSITION, 0)"),
     # blocks
-    mutation("a block's weight above one", BLOCK,
-        rewrite("core.verify:_verify_block", "WEIGHT.clamp(max=1)", "WEIGHT"), words=LAW),
-    mutation("a block's weight of the last token alone", BLOCK,
-        rewrite("core.verify:_verify_block", "WEIGHT * P / Q", "P / Q"), words=LAW),
-    mutation("a block's residual without its weight", BLOCK,
-        rewrite("core.verify:_verify_block", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
-        words=LAW),
-    mutation("a block's test without what was lost", BLOCK,
-        rewrite("core.verify:_verify_block", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"), words=LAW),
-    mutation("the shortest prefix of a block", BLOCK,
-        rewrite(
-            "core.verify:_verify_block",
-            "torch.where(PASSED, DEPTH, END)",
-            "torch.where(PASSED & (END == 0), DEPTH, END)",
-            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
-        ),
-        words=LAW),
-    mutation("a block's bonus from p", BLOCK,
-        rewrite("core.verify:_verify_block", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"), words=LAW),
-    mutation("a block's bonus with the noise of the root", ("core.test_verify", "test_a_block_against_a_slow_one", ()),
-        rewrite(
-            "core.verify:_verify_block",
-            "draw_bonus(LEFT, POSITION + END + 1, NOISE)",
-            "draw_bonus(LEFT, POSITION + 1, NOISE)",
-        )),
-    mutation("a block's uniform numbers by absolute position",
-        ("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)),
-        rewrite(
-            "core.verify:_verify_block",
-            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
-            "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
-        )),
-    mutation("a block goes on behind what is no candidate",
-        ("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()),
-        rewrite("core.verify:_verify_block", "HERE & TREE.acceptable_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE")),
-    mutation("one uniform number for a whole block", BLOCK,
-        rewrite(
-            "core.verify:_verify_block",
-            "NOISE.accepts(CHANCE, POSITION, DEPTH, GumbelNoise.BLOCK)",
-            "NOISE.accepts(CHANCE, POSITION, 1, 3)",
-        ),
-        words=LAW),
+    block("a block's weight above one", "WEIGHT.clamp(max=1)", "WEIGHT"),
+    block("a block's weight of the last token alone", "WEIGHT * P / Q", "P / Q"),
+    block("a block's residual without its weight", "(WEIGHT[:, None] * P - Q).clamp(min=0)", "(P - Q).clamp(min=0)"),
+    block("a block's test without what was lost", "MASS / (MASS + 1 - WEIGHT)", "MASS / MASS.clamp(min=1)"),
+    block("the shortest prefix of a block",
+        "torch.where(PASSED, DEPTH, END)", "torch.where(PASSED & (END == 0), DEPTH, END)", ACCEPTS_BLOCK),
+    block("a block's bonus from p", "torch.where(MASS[:, None] > 0, LEFT, P)", "P"),
+    block("a block's bonus with the noise of the root",
+        "draw_bonus(LEFT, POSITION + END + 1, NOISE)", "draw_bonus(LEFT, POSITION + 1, NOISE)",
+        check=("core.test_verify", "test_a_block_against_a_slow_one", ()), words=""),
+    block("a block's uniform numbers by absolute position", ACCEPTS_BLOCK, "NOISE.accepts(CHANCE, POSITION + DEPTH, 0)",
+        check=("core.test_joint_law", "test_the_joint_law_is_the_targets", ("block",)), words=""),
+    block("a block goes on behind what is no candidate",
+        "HERE & TREE.acceptable_BN[:, NEXT] & POSSIBLE", "HERE & POSSIBLE",
+        check=("core.test_verify", "test_a_block_ends_at_what_is_no_candidate", ()), words=""),
+    block("one uniform number for a whole block", ACCEPTS_BLOCK, "NOISE.accepts(CHANCE, POSITION, 1, 3)"),
     mutation("greedy rows are verified as drawn", ("core.test_verify", "test_greedy_rows_in_a_drawn_batch", ()),
         rewrite("core.verify:verify", "NOISE.greedy_B", "~(NOISE.greedy_B | True)")),
     # q without the row's temperature
@@ -412,40 +377,24 @@ MUTATIONS = (
         ),
         words="tokens are not those drawn from q, in order"),
     # memory
-    mutation("the bytes of one row for all of them", ("core.test_cache", "test_bytes_are_those_that_are_reserved", ()),
+    mutation("the bytes of one row for all of them", ("core.test_target", "test_bytes_are_those_that_are_reserved", ()),
         rewrite("core.cache:KVCache.bytes_by_device", "self.rows", "1")),
     # several devices
-    mutation("paths stay on the main device", on_two_devices("suffix"),
-        rewrite("core.cache:KVCache.commit", "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"),
-        words=TWO_DEVICES),
-    mutation("slots stay on the main device", on_two_devices("suffix"),
-        rewrite(
-            "core.cache:KVCache._rows_and_slots",
-            "return self._indices_by_device[DEVICE]",
-            "return self._indices_by_device[self.device]",
-        ),
-        words=TWO_DEVICES),
-    mutation("all stores on the main device", on_two_devices("suffix"),
-        rewrite("core.cache:KVCache.reserve", "_zeros(SHAPE, DTYPE, DEVICE)", "_zeros(SHAPE, DTYPE, self.device)"),
-        words=TWO_DEVICES),
-    mutation("the stores of one device are not committed", on_two_devices("oracle"),
-        rewrite("core.cache:KVCache.commit", "self._stores.items()", "list(self._stores.items())[:1]"),
-        words=OTHER_IDS),
-    mutation("the stores of one device are not copied", on_two_devices("suffix"),
-        rewrite("core.cache:KVCache.copy", "self._stores.values()", "list(self._stores.values())[:1]"),
-        words=OTHER_IDS),
-    mutation("features stay where their layers are", on_two_devices("eagle3"),
-        rewrite("core.target:Target.tap", "CAUGHT[K].to(self.device)", "CAUGHT[K]"), words=TWO_DEVICES),
-    mutation("logits of a draft stay where the LM head is", on_two_devices("eagle2"),
-        rewrite("core.families:head", "X.to(Y)", "X"), words=TWO_DEVICES),
-    mutation("states of nodes are read with numbers of the main device", on_two_devices("suffix", "lfm2"),
-        rewrite(
-            "targets.recurrent:RowStates.commit",
-            "LAST.to(ONE.device)",
-            "LAST",
-            "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)",
-        ),
-        words=TWO_DEVICES),
+    apart("paths stay on the main device", "core.cache:KVCache.commit",
+        "PATH.to(DEVICE)", "PATH", "COMMIT(STORE, LENGTH.to(DEVICE), PATH.to(DEVICE))"),
+    apart("slots stay on the main device", "core.cache:KVCache._rows_and_slots",
+        "return self._indices_by_device[DEVICE]", "return self._indices_by_device[self.device]"),
+    apart("all stores on the main device", "core.cache:KVCache.reserve",
+        "_zeros(SHAPE, DTYPE, DEVICE)", "_zeros(SHAPE, DTYPE, self.device)"),
+    apart("the stores of one device are not committed", "core.cache:KVCache.commit",
+        "self._stores.items()", "list(self._stores.items())[:1]", method="oracle", words=OTHER_IDS),
+    apart("the stores of one device are not copied", "core.cache:KVCache.copy",
+        "self._stores.values()", "list(self._stores.values())[:1]", words=OTHER_IDS),
+    apart("features stay where their layers are", "core.target:Target.tap",
+        "CAUGHT[K].to(self.device)", "CAUGHT[K]", method="eagle3"),
+    apart("logits of a draft stay where the LM head is", "core.families:head", "X.to(Y)", "X", method="eagle2"),
+    apart("states of nodes are read with numbers of the main device", "targets.recurrent:RowStates.commit",
+        "LAST.to(ONE.device)", "LAST", "HERE, NODE = ROWS.to(ONE.device), LAST.to(ONE.device)", family="lfm2"),
 )  # fmt: skip
 
 
@@ -461,8 +410,7 @@ def trials() -> Iterator[tuple[str, tuple[Change, ...], Check]]:
 
 
 def attempt(changes: tuple[Change, ...], check: Check) -> dict[str, str]:
-    """Run one check with these changes. An assertion counts when a test, or what a test called to
-    compare, raised it."""
+    """Run one check with these changes. An assertion of a test, or of what a test called to compare, counts."""
     module, function, arguments = check
     try:
         install(changes)

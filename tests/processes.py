@@ -40,8 +40,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def unused_port() -> int:
-    """A port of the loopback for a program that takes it later. It is not one of those (32768 to 60999) that the system
-    gives in the meantime to whoever asks for any port."""
+    """A port of the loopback for a program that takes it later; none of 32768 to 60999, which the system gives away."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", port))

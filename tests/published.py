@@ -1,5 +1,4 @@
-"""Small EAGLE-3 heads as each writer publishes them, for tests of reading. The names are written
-out here, so that a swapped pair in the code's own tables is noticed."""
+"""Small EAGLE-3 heads as each writer publishes them, by names that are written out: a swapped pair of the code shows."""
 
 from __future__ import annotations
 
@@ -108,20 +107,8 @@ def speculators(layer: dict[str, Any] | None = None, **changes: Any) -> Head:
     return {**config, **changes}, {**tensors("layers.0"), "embed_tokens.weight": torch.randn(V, D)}
 
 
-FORMS = {
-    "safeailab3": safeailab,
-    "specforge": specforge,
-    "modelopt": modelopt,
-    "vllm": vllm,
-    "speculators": speculators,
-}
-FILES = {
-    "safeailab3": "safeailab3",
-    "specforge": "eagle3",
-    "modelopt": "eagle3",
-    "vllm": "eagle3",
-    "speculators": "speculators",
-}
+FORMS = {"safeailab3": safeailab} | {make.__name__: make for make in (specforge, modelopt, vllm, speculators)}
+FILES = {form: "eagle3" for form in FORMS} | {form: form for form in ("safeailab3", "speculators")}
 
 
 def put(folder: Path, head: Head) -> Path:

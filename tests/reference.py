@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +38,8 @@ LARGEST_KEPT = 1 << 20  # bytes of a model whose texts are kept: to compare more
 
 
 def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False) -> list[int]:
-    """New tokens of one request, each from a forward over the whole sequence; `cached`: each from a
-    forward over the last token, with transformers' own cache. Computed once for all models of the
-    same class, configuration and numbers."""
+    """New tokens of one request, each from a forward over all of the text, or with transformers' cache (`cached`).
+    Computed once for all models of the same class, configuration and numbers."""
     asked = (request.prompt, request.max_new_tokens, request.eos, request.min_tokens, request.sampling, cached)
     if constraint_of(request) is not None or (same := _identity(model)) is None:
         return _plain_decode(model, request, cached)
@@ -46,6 +47,13 @@ def plain_decode(model: PreTrainedModel, request: Request, cached: bool = False)
     if key not in _decoded:
         _decoded[key] = _plain_decode(model, request, cached)
     return list(_decoded[key])
+
+
+def generated(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
+    """The greedy ids of transformers' own generate, which nothing ends early."""
+    ids = torch.tensor([list(prompt)], device="cpu")
+    settings = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0, "eos_token_id": -1}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
 
 
 def _identity(model: PreTrainedModel) -> tuple[Any, ...] | None:
@@ -127,6 +135,27 @@ def run(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]], lis
             tokens.setdefault(step.request_id, []).extend(step.tokens)
             steps.append(step)
     return [tokens[t] for t in tickets], steps
+
+
+def run_at_random(decoder: Decoder, requests: list[Request], seed: int) -> tuple[list[list[int]], list[Step]]:
+    """Like `run`, with requests that are added at random moments while others run."""
+    dice, tickets, tokens, steps = random.Random(seed), list[int](), dict[int, list[int]](), list[Step]()
+    while len(tickets) < len(requests) or not decoder.finished:
+        if len(tickets) < len(requests) and (decoder.finished or dice.random() < 0.4):
+            tickets.append(decoder.add(requests[len(tickets)]))
+        for step in decoder.step():
+            tokens.setdefault(step.request_id, []).extend(step.tokens)
+            steps.append(step)
+    return [tokens[request_id] for request_id in tickets], steps
+
+
+@contextmanager
+def widths_of(model: Any, axis: int = 1) -> Iterator[list[int]]:
+    """How many tokens (axis 1), or rows (axis 0), each forward of a model's layers reads."""
+    widths: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: widths.append(args[0].shape[axis]))
+    yield widths
+    hook.remove()
 
 
 class OracleSession(DraftSession):

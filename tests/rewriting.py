@@ -111,8 +111,7 @@ def _parsed(pattern: str) -> ast.AST:
 
 
 def _matches(function: ast.FunctionDef, pattern: ast.AST, known: Bindings) -> Iterator[tuple[ast.AST, Bindings]]:
-    """Every piece that looks like the pattern, with what its names stand for; some of them stand
-    for something already."""
+    """Every piece that looks like the pattern, with what its names stand for."""
     for node in ast.walk(function):
         bindings = dict(known)
         if _match(pattern, node, bindings):

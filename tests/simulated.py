@@ -1,5 +1,4 @@
-"""A simulated machine, text and draft, on which controllers are tested and compared. No real clock:
-seconds are made up."""
+"""A simulated machine, text and draft, on which controllers are tested and compared; seconds are made up."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ def step(
     emitted: int | None = None,
     finish: str | None = None,
 ) -> Step:
-    """A cycle that accepted `path`; `accepted` draft tokens of it are emitted, and the bonus unless
-    `emitted` is less."""
+    """A cycle that accepted `path`; `accepted` tokens of it are emitted, and the bonus unless `emitted` is less."""
     parents, candidates = (torch.tensor([x]) for x in tree)
     draft = Draft(Tree.build(parents, 3, candidates), torch.arange(parents.shape[1])[None])
     count = accepted + 1 if emitted is None else emitted

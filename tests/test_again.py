@@ -68,12 +68,10 @@ def run(folder: Path, program: str, *options: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.cover(name=3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_fails_runs_again_alone(name: str, tmp_path: Path) -> None:
-    """Bugs: a red run for a test that fails on a busy machine only; a green run for a test that fails, vanishes or is
-    skipped alone; counts that are not those of the whole run; a last line that is not pytest's."""
+    """Bug: a red run for a test that fails on a busy machine only, or a green one for a test that fails alone."""
     program, status, counts, said = CASES[name]
     collected_once = name == "not found"  # each worker of xdist would collect other tests
     done = run(tmp_path, program, "--again", *(["-n", "0"] if collected_once else ["-n", "2"]))

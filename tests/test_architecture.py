@@ -90,10 +90,7 @@ def modules_of(package: Path) -> dict[str, Path]:
 
 
 def imports_of(package: Path, rules: Rules, others: Collection[str] = ()) -> list[Import]:
-    """Every import, wherever it stands in a file.
-
-    others: modules of other packages.
-    """
+    """Every import, wherever it stands in a file. others: modules of other packages."""
     modules, imports = modules_of(package), []
     known = {*modules, *(f"{package.name}.{name}" for name in rules.layers), *others}
     for importer, file in modules.items():
@@ -229,8 +226,7 @@ def test_packages_keep_their_layers() -> None:
 
 @pytest.mark.slow
 def test_wings_import_rings_only() -> None:
-    """Guards what makes a wing optional: no module of a ring or of another wing comes to a module of a wing, by any
-    way and wherever the imports stand. The command line alone imports wings."""
+    """Guards what makes a wing optional: no module but the command line's comes to another wing, by any way."""
     imports = imports_of(EYAS, Rules(LAYERS))
     faults = wing_faults(imports, WINGS, COMMAND_LINE, WING_EXCEPTIONS)
     assert not faults, "\n".join(["what plugs in is asked through core/sockets.py, or through api:", *faults])
@@ -346,8 +342,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("module", CLOSURES)
 def test_the_trunk_only_shrinks(module: str) -> None:
-    """Guards what a reader of the default path has to know: everything that importing the loop, or the
-    Python interface, pulls in, in turn."""
+    """Guards what a reader of the default path has to know: all that importing the loop, or the API, pulls in."""
     from house import code_lines  # which imports this module
 
     files = closure_of(module)
@@ -358,8 +353,7 @@ def test_the_trunk_only_shrinks(module: str) -> None:
 
 
 def closure_of(module: str) -> dict[str, Path]:
-    """Return the modules of eyas that importing `module` imports, and their files; without imports under
-    TYPE_CHECKING and inside functions."""
+    """The modules that importing `module` imports, and their files; not under TYPE_CHECKING or inside functions."""
     modules, found, todo = modules_of(EYAS), dict[str, Path](), [module]
     while todo:
         parts = todo.pop().split(".")
@@ -495,8 +489,7 @@ def build(tmp_path: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("name", [*BROKEN, "sound"])
 def test_broken_rules_are_seen(name: str, tmp_path: Path) -> None:
-    """A checker that finds nothing anywhere would pass on every package; one that complains about everything would be
-    switched off."""
+    """A checker that finds nothing would pass on every package; one that finds too much would be switched off."""
     files, sentence = BROKEN.get(name, (SOUND, ""))
     broken = violations(build(tmp_path, files), SMALL)
     assert broken == [] if name == "sound" else any(sentence in fault for fault in broken), broken

@@ -9,33 +9,9 @@ from typing import Any
 
 import pytest
 
-from eyas.arguments import GenerateKeywords, as_logit_bias, generate_keywords
-from eyas.errors import EyasError, OptionError
+from eyas.arguments import GenerateKeywords, as_logit_bias
+from eyas.errors import OptionError
 from golden import needs_weights
-
-
-@pytest.mark.parametrize(("given", "expected"), [
-    ({"max_tokens": 5, "min_new_tokens": 2}, {"max_new_tokens": 5, "min_tokens": 2}),
-    ({"stop_strings": "x", "max_completion_tokens": 3}, {"stop": "x", "max_new_tokens": 3}),
-    ({"temperature": None, "do_sample": False}, {"temperature": 0.0}),
-])  # fmt: skip
-def test_names_that_mean_the_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Guards people who come from transformers and vLLM."""
-    assert generate_keywords(given).items() >= expected.items()
-
-
-@pytest.mark.parametrize(("given", "reason"), [
-    ({"sampling_params": {"temperature": 1}}, "sampling_params is not a keyword of eyas: give its fields"),
-    ({"generation_config": object()}, "generation_config is not a keyword of eyas: give its fields"),
-    ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens is called max_new_tokens here"),
-    ({"do_sample": True}, "needs a temperature above 0"),
-    ({"stop_token_ids": "x"}, "stop_token_ids"),
-])  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], reason: str) -> None:
-    with pytest.raises(EyasError, match=reason) as caught:
-        generate_keywords(given)
-    assert "\n" not in str(caught.value)
-
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "coming_from.md").read_text()
 

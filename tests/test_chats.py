@@ -49,16 +49,14 @@ def written(template: str, *messages: Any, **keywords: Any) -> str:
 @pytest.mark.parametrize("template", [STRICT, LENIENT])
 @pytest.mark.parametrize("arguments", ["", "  \n", None, "null", "{}", {}])
 def test_no_arguments_are_an_empty_object(template: str, arguments: Any) -> None:
-    """Guards against a refusal ("not JSON") or "None" in the prompt: clients send all of these for
-    a function without parameters."""
+    """Bug: "not JSON", or "None" in the prompt, for what clients send for a function without parameters."""
     assert written(template, USER, calling(arguments)) == written(template, USER, calling({}))
 
 
 @pytest.mark.parametrize("template", [STRICT, LENIENT])
 @pytest.mark.parametrize("encode", [lambda a: a, json.dumps, lambda a: json.dumps(json.dumps(a))])
 def test_arguments_are_an_object_however_they_are_encoded(template: str, encode: Any) -> None:
-    """Guards against JSON inside of JSON, which a model then imitates, and against the error of
-    templates that walk over arguments.items()."""
+    """Bug: JSON inside of JSON, which a model imitates; errors of templates that walk over items()."""
     given = {"city": "Oslo", "days": 2}
     text = written(template, calling(encode(given)))
     assert text == written(template, calling(given))
@@ -70,24 +68,20 @@ def test_arguments_are_an_object_however_they_are_encoded(template: str, encode:
     [('{"city": "Os', '<f {"city": "Os>'), ("5", "<f 5>"), ('["a"]', '<f ["a"]>'), ("not JSON", "<f not JSON>")],
 )
 def test_arguments_that_are_no_object(arguments: str, shown: str) -> None:
-    """Guards against a conversation that can never go on: the client repeats a call that was cut at its length, or that
-    the model wrote wrongly, with every further request. A template that reads text sees what the model wrote; one that
-    reads objects an empty one."""
+    """Guards a conversation with a call cut at its length: text for templates of text, an empty object for others."""
     assert shown in written(LENIENT, USER, calling(arguments), USER).replace("\n", "")
     assert written(STRICT, USER, calling(arguments), USER) == written(STRICT, USER, calling({}), USER)
 
 
 def test_templates_that_put_arguments_between_text() -> None:
-    """Guards DeepSeek-R1's and other templates that add strings: an object made them fail ("can only
-    concatenate str"), so that no conversation with a call was served or learnt."""
+    """Bug: an object made templates that add strings (DeepSeek-R1's) fail."""
     adding = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '```json ' + c.function.arguments }}{% endfor %}{% endfor %}"
     assert written(adding, USER, calling('{"city": "Ås"}')) == '```json {"city": "Ås"}'
     assert written(adding, USER, calling({"city": "Ås"}), calling('{"city')) == '```json {"city": "Ås"}```json {"city'
 
 
 def test_keys_that_are_none_are_left_out() -> None:
-    """Guards against `'tool_calls' in message` and `'name' in message`, with which templates ask: clients and
-    tables of data have the keys in every message, set to null."""
+    """Guards templates that ask `'tool_calls' in message`: clients set such keys to null in every message."""
     said = {"role": "assistant", "content": "Hello."}
     for calls in ([], None):
         assert written(STRICT, USER, {**said, "tool_calls": calls}) == written(STRICT, USER, said)
@@ -128,8 +122,7 @@ def test_a_broken_template_blames_no_message() -> None:
 
 
 def test_developer_is_system_where_the_template_does_not_name_it() -> None:
-    """Guards against a refusal, and against a role in the prompt that the model has never seen. A
-    second system's turn, which strict templates refuse, becomes a part of the first."""
+    """Bug: a refusal, or a role that the model has never seen; a second system's turn joins the first."""
     brief, kind = {"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
     assert written(STRICT, brief, USER).startswith("[system] Be brief.[user]")
     assert written(LENIENT, brief, USER).startswith("[system] Be brief.[user]")
@@ -150,8 +143,7 @@ def test_text_in_parts() -> None:
 
 @pytest.mark.parametrize("role", ["assistant", "tool"])
 def test_messages_without_content(role: str) -> None:
-    """Guards against a refusal of null content, or "None" in the prompt: a call, a refusal and a tool
-    that returns nothing have none. A user's message without content stays a mistake."""
+    """Bug: null content is refused, or "None" in the prompt; a user's message without content is a mistake."""
     for content in ({"content": None}, {}, {"content": []}, {"content": ""}):
         assert check_messages([{"role": role, **content}]) == [{"role": role, "content": ""}]
         if content != {"content": ""}:
@@ -160,8 +152,7 @@ def test_messages_without_content(role: str) -> None:
 
 
 def test_a_template_that_asks_for_none() -> None:
-    """DeepSeek's first templates write calls only where content is none; they got "" and left the calls
-    out, without a word."""
+    """Bug: DeepSeek's first templates write calls only where content is none; they got "", and left calls out."""
     template = (
         "{% for m in messages %}{% if m['content'] is none %}<{{ m['tool_calls'][0]['function']['name'] }}>"
         "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
@@ -187,8 +178,7 @@ RESULT = {"role": "tool", "content": "7"}
     ([USER, DEVELOPER, SAID, LATE, USER], "[user] Hi.\n\n Be brief. [assistant] Yes.[user]  Be brief. \n\nHi."),
 ])  # fmt: skip
 def test_texts_of_the_system_after_the_first_turn(chat: list[dict[str, Any]], text: str) -> None:
-    """Guards Claude Code and Codex, whose every request was refused: the texts stay in their places, in the turns of the
-    user's or of a tool's, and turns still alternate."""
+    """Bug: every request of Claude Code and Codex was refused: texts stay in place, and turns alternate."""
     assert written(STRICT, *chat) == text
 
 
@@ -200,9 +190,7 @@ NONE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('
 
 
 def test_templates_that_leave_the_systems_texts_out() -> None:
-    """Guards words that were lost without a word: templates that read a system's text at the beginning alone, and skip
-    others, or know no system at all (Gemma 2's). What a template makes of the first message is its own choice; one that
-    takes such texts is given them as they are."""
+    """Bug: templates that skip a system's later texts, or know no system, lost words without a word."""
     assert written(LENIENT, USER, LATE, USER, SYSTEM) == "[user] Hi.[system]  Be brief. [user] Hi.[system] Be kind."
     assert written(QUIET, SYSTEM, USER, LATE, USER) == "<Be kind.>[user] Hi.\n\n Be brief. \n\nHi."
     assert written(QUIET.replace("<{{ m.content | trim }}>", ""), SYSTEM, USER, LATE) == "[user] Hi.\n\n Be brief."
@@ -218,8 +206,7 @@ def test_templates_that_leave_the_systems_texts_out() -> None:
 
 
 def test_turns_that_do_not_alternate() -> None:
-    """Guards clients that send two messages at once, or a text beside the result of a tool: templates that want turns to
-    alternate refused every further request."""
+    """Bug: templates that want turns to alternate refuse clients that send two messages at once."""
     assert written(NONE, USER, SYSTEM, USER, SAID, SAID) == "[user] Hi.\n\nBe kind.\n\nHi.[assistant] Yes.\n\nYes."
     assert written(LENIENT, USER, USER) == "[user] Hi.[user] Hi."
 
@@ -302,8 +289,7 @@ def in_parts(message: dict[str, Any], *more: str) -> dict[str, Any]:
 @pytest.mark.parametrize("template", [IDEFICS, LLAVA])
 @pytest.mark.parametrize("continued", [False, True])
 def test_templates_that_read_parts(template: str, continued: bool) -> None:
-    """Such a template loops over the letters of a string, and the prompt held no word of the question. The text is that of
-    transformers for parts, whether a message comes as a string or in parts."""
+    """Bug: such a template loops over a string's letters. Strings and parts give transformers' text for parts."""
     chat = [SYSTEM, USER, REPLY, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Well, "}]
     chat = chat if continued else chat[:-1]
     keywords: dict[str, Any] = {"add_generation_prompt": not continued, "continue_final_message": continued}

@@ -1,5 +1,4 @@
-"""eyas.checkpoints: heads survive writing and reading bit by bit, and whatever is wrong with a file
-is said in one line."""
+"""eyas.checkpoints: heads survive writing and reading bit by bit; whatever is wrong with a file is said in one line."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def refused(folder: Any, says: str, error: type[Exception] = CheckpointError) ->
     {"eyas": {"inputs": "feature"}, "bias": False},
 ], ids=["plain", "llama3_style", "qkv_bias", "llama3_rope", "ours", "unshifted", "feature"])  # fmt: skip
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    """Guards against a tensor, a setting or a dtype that is lost or swapped between reading and writing; the embedding
-    may be left to the target."""
+    """Bug: a tensor, a setting or a dtype is lost or swapped; the embedding may be left to the target."""
     config, tensors = published(**changes)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if dtype == torch.float16:
@@ -87,8 +85,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any])
 
 
 def test_names_are_paired_right(tmp_path: Path) -> None:
-    """Guards against two tensors of one shape whose names are swapped in both directions, which a
-    round trip cannot notice."""
+    """Bug: two tensors of one shape are swapped in both directions, which a round trip cannot notice."""
     _, tensors = published(qkv_bias=True)
     ours = load(put(tmp_path, CONFIG | {"qkv_bias": True}, tensors)).tensors
     pairs = {
@@ -106,8 +103,7 @@ def test_names_are_paired_right(tmp_path: Path) -> None:
 
 
 def test_what_we_write_others_read(tmp_path: Path) -> None:
-    """Guards against a head of ours that readers of the published format misread, because they have
-    other defaults than ours."""
+    """Bug: readers of the published format, with other defaults than ours, misread a head."""
     save(load(put(tmp_path / "a", *published(bias=False))), tmp_path / "b")
     rope = {"rope_theta": 10000.0, "rope_scaling": None}
     usual = {"model_type": "llama", "head_dim": 2, "bias": False, "qkv_bias": False, "tie_word_embeddings": False}
@@ -118,8 +114,7 @@ def test_what_we_write_others_read(tmp_path: Path) -> None:
 @needs_golden
 @pytest.mark.parametrize("name", ["head_eagle1_a", "head_eagle1_b_nobias"])
 def test_golden_heads(name: str, tmp_path: Path) -> None:
-    """Guards against reading the published files otherwise than their authors wrote them, .bin and
-    .safetensors alike."""
+    """Bug: published files are read otherwise than their authors wrote them, .bin and .safetensors alike."""
     safe = golden_head(name, tmp_path)
     assert safe.config["fc_bias"] == ("fc.bias" in safe.tensors) == (name == "head_eagle1_a")
     assert safe.config["rope_theta"] == (10000.0 if name == "head_eagle1_a" else 500000.0)
@@ -150,8 +145,7 @@ def shard(folder: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "both", "sharded_safetensors", "sharded_bin"])
 def test_kinds_of_files(tmp_path: Path, kind: str) -> None:
-    """Guards against reading one kind of file only, or only some of the shards; and against opening a pickle where there
-    is no need to."""
+    """Bug: one kind of file, or some of the shards, are read; a pickle is opened where there is no need to."""
     config, tensors = published()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if kind in ("safetensors", "both"):
@@ -181,8 +175,7 @@ def test_bin_runs_no_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 300, -1, None])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_truncated_weights(tmp_path: Path, name: str, keep: int | None) -> None:
-    """Guards against a traceback, or silently short tensors, after a broken download, and against a web page that was
-    saved under the name of the weights."""
+    """Bug: a traceback, or short tensors, after a broken download, or for a web page saved under that name."""
     config, tensors = published()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if name.endswith("bin"):
@@ -196,8 +189,7 @@ def test_truncated_weights(tmp_path: Path, name: str, keep: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_bad_indices(tmp_path: Path, kind: str) -> None:
-    """Guards against a missing shard, a promised tensor that no shard holds, a path out of the
-    folder, an index that is none."""
+    """Bug: a missing shard or tensor, a path out of the folder, an index that is none."""
     config, tensors = published()
     (tmp_path / "config.json").write_text(json.dumps(config))
     index = shard(tmp_path, kind, tensors)
@@ -219,8 +211,7 @@ def test_bad_indices(tmp_path: Path, kind: str) -> None:
 
 
 def test_bad_folders(tmp_path: Path) -> None:
-    """Guards against tracebacks for what people type: a file, a folder that is not there, an empty
-    one, one without weights; a config.json that is cut off, no object, or no UTF-8; a training checkpoint."""
+    """Bug: a traceback for what people type, for a broken config.json, or a training checkpoint."""
     head = put(tmp_path / "head")
     refused(head / "model.safetensors", "this is a file; give a folder")
     refused(tmp_path / "nowhere", "there is no such folder")
@@ -238,8 +229,7 @@ def test_bad_folders(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a page of traceback on a machine without network, and for each of the hub client's many kinds of
-    error. Offline mode is the hub client's own switch: nothing is sent."""
+    """Bug: a page of traceback without network (the client's offline mode), and for each kind of its errors."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     refused("someone/some-head", "this folder does not exist, and the hub cannot be reached")
@@ -320,8 +310,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     ({}, {"fc.weight": torch.zeros(8, 16, dtype=torch.int8)}, r"of 16 bits or more: fc\.weight \(torch\.int8\)"),
 ])  # fmt: skip
 def test_other_nets(tmp_path: Path, changes: dict[str, Any], held: dict[str, Tensor], says: str) -> None:
-    """Guards against running a deeper, differently normed or quantised head as if it were an EAGLE-1 head, and against
-    guessing the bias from the file."""
+    """Bug: a deeper, differently normed or quantised head is run as EAGLE-1, or the bias guessed from the file."""
     refused(put(tmp_path, CONFIG | changes, published()[1] | held), says)
 
 
@@ -358,8 +347,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
     ({"use_sliding_window": True, "sliding_window": 512, "attention_bias": False}, {"qkv_bias": False}),
 ])  # fmt: skip
 def test_config_as_published(changes: dict[str, Any], ours: dict[str, Any], tmp_path: Path) -> None:
-    """Guards against wrong defaults: what a published config leaves out has the meaning that its
-    authors' code gives it. Scaled RoPE that is run as plain RoPE would load, and accept less."""
+    """Bug: wrong defaults: what a config leaves out has its authors' meaning. Scaled RoPE run as plain accepts less."""
     config = load(put(tmp_path, *published(**changes))).config
     assert {key: config[key] for key in ours} == ours
 
@@ -393,8 +381,7 @@ def test_impossible_configs(changes: dict[str, Any], says: str) -> None:
 
 
 def test_biases_by_the_name_of_llama(tmp_path: Path) -> None:
-    """Bug: attention_bias, LLaMA's name, is ignored: the biases are refused as unknown tensors, or missing ones are not
-    missed."""
+    """Bug: attention_bias is ignored: biases are refused as unknown, or missing ones not missed."""
     config, tensors = published(qkv_bias=True)
     del config["qkv_bias"]
     biased = load(put(tmp_path, config | {"attention_bias": True}, tensors))
@@ -403,8 +390,7 @@ def test_biases_by_the_name_of_llama(tmp_path: Path) -> None:
 
 
 def test_expect(tmp_path: Path) -> None:
-    """Guards against a drafter that loads what it has no place for; and against the optional
-    embedding being demanded or unchecked."""
+    """Bug: a drafter loads what it has no place for, or the optional embedding is demanded or unchecked."""
     weights = load(put(tmp_path))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     expect(weights, shapes, set())
@@ -439,8 +425,7 @@ def small_files() -> Iterator[None]:
 
 
 def test_save_leaves_other_files_alone(tmp_path: Path, head: Weights) -> None:
-    """Guards against a folder that is replaced as a whole, with a user's logs or resume state in
-    it; against rubbish left behind; and against tied or transposed parameters that cannot be saved."""
+    """Bug: a folder is replaced as a whole, rubbish stays, or tied or transposed parameters cannot be saved."""
     folder = tmp_path / "new" / "head"
     folder.mkdir(parents=True)
     (folder / "train.log").write_text("kept")
@@ -457,8 +442,7 @@ def interrupted(_: int) -> None:
 
 
 def test_failed_save_leaves_the_older_head(tmp_path: Path, head: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a good head destroyed by a save that fails half-way, here because no file may
-    grow (a real failure of writing), or by Ctrl-C; and against torch.save's own error, when a head of Hydra's is exported."""
+    """Bug: a save that fails half-way, by a full disk or Ctrl-C, destroys a good head; torch.save's own error."""
     save(head, tmp_path / "out")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     other = dataclasses.replace(head, tensors={k: v + 1 for k, v in head.tensors.items()})

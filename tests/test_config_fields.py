@@ -1,8 +1,4 @@
-"""Fields of configurations that change what `model.generate` of transformers answers: eyas gives the same ids, or refuses.
-
-A family need not know a field: transformers makes masks and caches from the configuration of any model, so a Llama
-whose config.json has a `sliding_window` forgets. The ids of another model would agree by chance in one of 10^20 cases.
-"""
+"""Fields of configurations that change what `model.generate` answers: the same ids, or refused."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from transformers import PreTrainedModel
 import eyas
 import zoo
 from eyas.errors import EyasError, FitError, ModelError
+from reference import generated
 
 KERNEL_SIZES: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # which the kernels suit
 WINDOW = 16
@@ -42,15 +39,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "phi3", "gpt2", "gpt_neox")
 
 
-def own_ids(model: Any, prompt: list[int], new: int) -> list[int]:
-    """Return what `model.generate` answers."""
-    prompt_1T = torch.tensor([prompt])
-    ids_1T = model.generate(
-        prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0
-    )  # fmt: skip
-    return [int(token) for token in ids_1T[0, len(prompt) :]]
-
-
 def prompt_of(length: int) -> list[int]:
     drawn_T = torch.randint(3, zoo.VOCAB, (length,), generator=torch.Generator().manual_seed(length))
     return [int(token) for token in drawn_T]
@@ -65,12 +53,11 @@ def differs(model: PreTrainedModel, kernels: str) -> list[str]:
             ours = list(llm.generate(prompt, max_new_tokens=NEW, ignore_eos=True).token_ids)
         except EyasError:
             continue
-        if ours != (theirs := own_ids(model, prompt, NEW)):
+        if ours != (theirs := generated(model, prompt, NEW)):
             faults.append(f"{len(prompt)} tokens, {llm.target.runner.name}: {ours}, and generate answers {theirs}")
     return faults
 
 
-@pytest.mark.slow
 @pytest.mark.cover
 @pytest.mark.filterwarnings("ignore:the model runs by its own forward")
 @pytest.mark.parametrize("kernels", ["off", "on"])
@@ -89,17 +76,16 @@ def test_fields_change_both_or_are_refused(family: str, fields: str, kernels: st
 
 @pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
 def test_a_window_of_the_cache_alone(field: str) -> None:
-    """Guards Llama-like models with a window in config.json: transformers' masks do not have it, its cache does. Up to
-    the window both texts are equal, and a longer one is refused. Transformers' own text shows that it matters."""
+    """Guards a window that transformers' cache has and its masks lack: equal up to it, then refused."""
     model, plain = zoo.tiny("llama", **{field: WINDOW}), zoo.tiny("llama")
     llm = eyas.load(model, method="suffix")
     assert llm.target.context == WINDOW
     for length in range(1, WINDOW):
         result = llm.generate(prompt_of(length), max_new_tokens=WINDOW - length, ignore_eos=True)
-        assert list(result.token_ids) == own_ids(model, prompt_of(length), WINDOW - length)
+        assert list(result.token_ids) == generated(model, prompt_of(length), WINDOW - length)
     with pytest.raises(FitError, match=f"context of {WINDOW} .*sliding window in its cache only"):
         llm.generate(prompt_of(6), max_new_tokens=WINDOW)
-    assert own_ids(model, prompt_of(6), 40) != own_ids(plain, prompt_of(6), 40)
+    assert generated(model, prompt_of(6), 40) != generated(plain, prompt_of(6), 40)
 
 
 @pytest.mark.parametrize("window", [0, 1])
@@ -121,8 +107,8 @@ def edit_a_layer(model: Any) -> None:
 def test_models_that_read_both_ways(edit: Callable[[Any], None]) -> None:
     """Guards embedding models that somebody loads as language models: the prompt's tokens see later ones."""
     model = zoo.tiny("llama")
-    causal = own_ids(model, prompt_of(6), NEW)
+    causal = generated(model, prompt_of(6), NEW)
     edit(model)
-    assert own_ids(model, prompt_of(6), NEW) != causal
+    assert generated(model, prompt_of(6), NEW) != causal
     with pytest.raises(ModelError, match="bidirectional"):
         eyas.load(model)

@@ -1,5 +1,4 @@
-"""What a program has set in torch for the whole process or thread, default dtype and device and autocast: it changes no id
-and no draft, or eyas refuses it."""
+"""A process's default dtype and device, and autocast, change no id and no draft, or eyas refuses them."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import eyas
+import reference
 import zoo
 from eyas import checkpoints, drafters, kernels
 from eyas.core.cache import KVCache
@@ -65,13 +65,8 @@ def runnable(with_kernels: bool) -> Target:
     return with_fastest_runner(Target(model()), "on" if with_kernels and kernels.available() else "off")
 
 
-def steps(name: str, with_kernels: bool) -> Any:
-    """What a method does with four requests in two rows: ids and accepted paths."""
-    drafter = make(name, runnable(with_kernels))
-    return steps_of(drafter)
-
-
 def steps_of(drafter: drafters.Drafter) -> list[tuple[Any, ...]]:
+    """What a method does with four requests in two rows: ids and accepted paths."""
     prompts = [tuple((7 * i * k + 3) % 150 for i in range(9 + k)) for k in range(len(SAMPLINGS))]
     requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
     _, every = run(Decoder(drafter.target, drafter, 2), requests)
@@ -83,32 +78,26 @@ def generated(llm: eyas.LLM) -> list[int]:
 
 
 def plain(of: PreTrainedModel) -> list[int]:
-    """The ids of transformers' own generate."""
-    ids = torch.tensor([PROMPT])
-    settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": -1}
-    return of.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(PROMPT) :].tolist()
+    return reference.generated(of, PROMPT, NEW)
 
 
-@pytest.mark.slow
 @pytest.mark.cover(name=10)
 @pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "own forward"])
 @pytest.mark.parametrize("what", DEFAULTS)
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_decodes_the_same(name: str, what: str, with_kernels: bool) -> None:
-    """Bug: a tensor whose dtype or device nobody names has the process's default, so kernels write past its end, torch
-    refuses to mix, or drafts change. Ids and accepted paths of greedy and sampled rows stay."""
-    expected, drafter = steps(name, with_kernels), make(name, runnable(with_kernels))
+    """Bug: a tensor whose dtype or device nobody names: kernels write past its end, or ids or accepted paths change."""
+    first, drafter = (make(name, runnable(with_kernels)) for _ in range(2))
+    expected = steps_of(first)
     with default(what):
         assert steps_of(drafter) == expected
 
 
 @pytest.mark.cover
-@pytest.mark.slow
 @pytest.mark.parametrize("what", DEFAULTS)
 @pytest.mark.parametrize("with_kernels", ["on", "off"])
 def test_a_load_is_as_without(what: str, with_kernels: str, tmp_path: Path) -> None:
-    """Bug: the net of a head is made in the default dtype, and rounds its weights, or stays without any on another
-    device. The head is an EAGLE-3 head whose first draft is right."""
+    """Bug: a head's net is made in the default dtype, and rounds its weights, or stays without any."""
     if with_kernels == "on" and not kernels.available():
         pytest.skip("no compiled kernels")
     drafter = make("eagle3", Target(model()), **{"head.layers": "1,2,3"})
@@ -136,8 +125,7 @@ def test_kernels_take_no_other_memory() -> None:
 
 
 def test_new_tensors_name_their_dtype() -> None:
-    """Guards the rest of the source: who makes floats says which. Weights of a net, directly inside nn.Parameter,
-    follow the default as torch's own do: nets are made under `plain_defaults`."""
+    """Guards the source: who makes floats says which; weights of nets are made under `plain_defaults`."""
     silent = []
     for file in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
         nodes = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
@@ -150,8 +138,7 @@ def test_new_tensors_name_their_dtype() -> None:
 
 
 def test_autocast_is_refused() -> None:
-    """Bug: under torch.autocast the layers' keys have another dtype than the cache, and torch ends the request with its
-    own words; or kernels, which know no autocast, answer with another text than generate does there."""
+    """Bug: layers' keys have another dtype than the cache, or kernels, which know no autocast, answer otherwise."""
     llm, tiny = eyas.load(model(), tokenizer=False, kernels="off"), eyas.load()
     wanted, chat, message = generated(llm), tiny.chat(max_new_tokens=8), "I want to book a table."
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -173,8 +160,7 @@ def test_autocast_is_refused() -> None:
 @pytest.mark.parametrize("with_kernels", ["on", "off"])
 @pytest.mark.filterwarnings("ignore:the model runs by its own forward")
 def test_a_forward_that_runs_under_autocast_by_itself(with_kernels: str) -> None:
-    """Bug: accelerate's mixed precision puts autocast into the model's forward, whose keys are then bfloat16 in a float32
-    cache: a traceback of torch. The ids are those of generate with that forward."""
+    """Bug: accelerate's mixed precision in the model's forward ended in torch's traceback."""
     mixed = llama(num_hidden_layers=2)
     without, inner = plain(mixed), mixed.forward
 
@@ -201,8 +187,7 @@ def test_keys_that_the_cache_would_round() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
 def test_half_state_space_models(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bug: residual_in_fp32 leaves float32 hidden states for an lm_head in half precision. Given as a model and as a
-    folder, they answer as generate does, which keeps text of one row and one token at a time."""
+    """Bug: residual_in_fp32 leaves float32 hidden states for an lm_head in half precision."""
     half = zoo.HYBRIDS[family]().to(dtype)
     half.save_pretrained(tmp_path)
     wanted = plain(half)

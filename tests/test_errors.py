@@ -46,8 +46,7 @@ def made(kind: type[BaseException]) -> BaseException:
 
 
 def test_every_error_survives_pickle() -> None:
-    """Bug: an error whose constructor takes other arguments than its message cannot be unpickled; a pool of processes
-    breaks, or waits for ever. Type, message and attributes come back, by copies too."""
+    """Bug: an error with other arguments than its message cannot be unpickled; a pool breaks or waits for ever."""
     every = kinds()
     assert {UnknownOptionError, EyasError} < set(every)
     for kind in every:

@@ -167,23 +167,17 @@ def check_distribution(name: str, folder: Path, requests: int, new: int = 18) ->
 
 
 @pytest.mark.cover(name=1)
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", METHODS)
 def test_the_pipeline_keeps_the_distribution(name: str, tmp_path: Path) -> None:
-    """Guards the distribution of the tokens, for two samplings in one batch. Odds and power are in
-    the file's docstring; 20 statistics."""
+    """Guards the law of the tokens, two samplings in a batch; odds and power: the file's docstring."""
     check_distribution(name, tmp_path, requests=1200 if name.startswith("eagle1") else 600)
 
 
 def check_ids(name: str, folder: Path) -> None:
     """Rows of many samplings and ages in one batch: each returns what a plain loop with its seed returns."""
-    samplings = [
-        *SAMPLINGS,
-        {"temperature": 0.4, "top_p": 0.8},
-        {"temperature": 0.0, "repetition_penalty": 2.0},
-        {"temperature": 2.5},
-    ]
+    others = ({"temperature": 0.4, "top_p": 0.8}, {"temperature": 0.0, "repetition_penalty": 2.0}, {"temperature": 2.5})
+    samplings = [*SAMPLINGS, *others]
     requests = [
         Request((6, 1, 1, 6)[: 1 + i % 4], 9, Sampling(seed=70 + i // 2, **samplings[i % len(samplings)]))
         for i in range(12)
@@ -196,14 +190,12 @@ def check_ids(name: str, folder: Path) -> None:
 @pytest.mark.quick("eagle2")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2"])
 def test_chosen_trees_return_the_ids_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    """Guards "same seed, same ids" across samplings and ages in one batch. A near-tie within
-    float32 would differ: odds 1e-4, seeded."""
+    """Guards "same seed, same ids" across samplings and ages. Near-ties: odds 1e-4, seeded."""
     check_ids(name, tmp_path)
 
 
 def check_penalty() -> None:
-    """Prompts of one token and six new ones: few tokens stand in the prefix before they are
-    drafted, and a heavy penalty."""
+    """Prompts of one token, six new ones, a heavy penalty: few tokens stand in the prefix before they are drafted."""
     requests = [
         Request((1 + i % 7,), 6, Sampling(1.0 * (i % 3 > 0), repetition_penalty=4.0, seed=i)) for i in range(24)
     ]
@@ -214,6 +206,5 @@ def check_penalty() -> None:
 
 @pytest.mark.slow
 def test_a_penalty_sees_what_was_drafted() -> None:
-    """Guards the prefix of each node: a drafted token is penalised below itself, in the same cycle.
-    Near-ties: odds 1e-4, seeded."""
+    """Guards each node's prefix: a drafted token is penalised below itself. Near-ties: odds 1e-4, seeded."""
     check_penalty()

@@ -1,5 +1,4 @@
-"""docs/reference/families.md: it is what runs/families.py makes of the record, and the record is true for
-some types that are quick to try."""
+"""docs/reference/families.md is what runs/families.py makes of the record, which is true for some quick types."""
 
 from __future__ import annotations
 
@@ -28,13 +27,11 @@ def test_the_page_is_made_from_the_record(command: Any) -> None:
     assert families.page(record) == families.PAGE.read_text(encoding="utf-8"), "run: python runs/families.py --page"
     assert list(record["families"]) == sorted(record["families"])
     assert {row["verdict"] for row in record["families"].values()} <= set(families.VERDICTS)
-    assert not [name for name, row in record["families"].items() if row["verdict"] == "wrong"], (
-        "these must be refused or repaired"
-    )
+    wrong = [name for name, row in record["families"].items() if row["verdict"] == "wrong"]
+    assert not wrong, "these must be refused or repaired"
 
 
 @pytest.mark.cover(model_type=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("model_type", QUICK)
 def test_types_that_work(command: Any, model_type: str) -> None:
     """Bug: the page says "trees", and the type's trees, prompt lookup or EAGLE-3 give other tokens now."""

@@ -31,15 +31,13 @@ def hold(path: Path) -> subprocess.Popen[str]:
     """A process that holds the lock of an output until its stdin ends."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_second_process_is_refused_by_the_number_of_the_first(tmp_path: Path, kind: str) -> None:
-    """Two runs on one output wrote every line twice, and both ended with status 0. Every refused
-    attempt names the holder: one attempt must not destroy what the next one reads."""
+    """Bug: two runs on one output wrote every line twice; a refused attempt destroyed what names the holder."""
     path = tmp_path / "out"
     if kind == "folder":
         path.mkdir()
@@ -133,8 +131,7 @@ def test_a_folder_that_cannot_be_made_is_refused_early_and_nothing_stays(tmp_pat
 def test_a_kept_checksum_is_computed_again_only_when_the_file_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards large files from being read at every load, and a changed one of the same size from
-    being taken for what it was."""
+    """Bug: large files are read at every load, or a changed one is taken for what it was."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "large"
     path.write_bytes(b"one")

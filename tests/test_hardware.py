@@ -37,11 +37,9 @@ print(*counts)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP is torch's on Linux")
 def test_threads_end_with_the_work() -> None:
-    """Bug: threads of one caller wait on while another one decodes, whose own then sleep at every
-    barrier: a server was half as fast."""
+    """Bug: threads of one caller wait on while another decodes: a server was half as fast."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=True)
     loaded, begun, first_answer, begun_again, answered = map(int, done.stdout.split())

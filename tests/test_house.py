@@ -16,8 +16,7 @@ SMALL = House({"eyas": {"core/": 30, "errors": 10}}, NUMBERS, 40)
 
 
 def test_the_house_fits_its_table() -> None:
-    """Guards against growth by small steps: source grew by 110 % in two rounds, and no single change did it.
-    `python tests/house.py --write` writes the table. Every folder is counted."""
+    """Guards against growth by small steps; `python tests/house.py --write` writes the table."""
     now = measured()
     found = faults(House.parse(TABLE.read_text(encoding="utf-8")), now)
     assert not found, "\n".join(found)
@@ -50,8 +49,7 @@ def test_what_is_found(lines: dict[str, dict[str, int]], numbers: dict[str, floa
 
 
 def test_the_table_rises_for_an_issue_alone() -> None:
-    """Guards the total: without a line that names an issue the table is not written, and a table that was written by
-    hand is found. What falls is not left for others to fill."""
+    """Guards the total: it rises by a line that names an issue alone, and falls with the source."""
     larger = House({"eyas": {"core/": 35, "errors": 10}}, NUMBERS, 45)
     with pytest.raises(ValueError, match="remove 5, or name an issue"):
         written(SMALL, larger, None)

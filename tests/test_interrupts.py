@@ -55,8 +55,7 @@ def check(chat: eyas.api.Chat) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_a_chat_goes_on_after_ctrl_c(part: int) -> None:
-    """Bug: a request that leaves one list and is not in the next is found by nobody, and the next message waits for
-    ever; or the keys of half a step stay, and the answer is another. At many lines of a message, in turn."""
+    """Bug: a request between two lists is found by nobody, or keys of half a step stay. At many lines in turn."""
     for number in range(part, POINTS, 4):
         chat = begun()
         assert interrupt(lambda: chat.send(SECOND), 1 + number * (lines() - 1) // POINTS)  # noqa: B023 - called at once
@@ -123,8 +122,7 @@ def test_more_of_everything(seed: int) -> None:
 
 @pytest.mark.slow
 def test_layers_with_state_after_ctrl_c() -> None:
-    """Bug: Ctrl-C between the replacement of a layer's forward and the `with` that would put it back. All later answers were
-    wrong. At every line that replaces one, in turn."""
+    """Bug: Ctrl-C between a forward's replacement and the `with` that puts it back made all answers wrong."""
     model = zoo.HYBRIDS["qwen3_next"]()
     with default("bfloat16"):  # in which the fuzz found it
         llm = eyas.load(model, tokenizer=False, kernels="off", method="suffix")

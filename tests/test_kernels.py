@@ -80,8 +80,7 @@ def form(matrix: kernels.Matrix) -> torch.dtype:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype, bias: bool) -> None:
-    """Guards the choice of the form, the filling up to whole panels (70 outputs), every size of
-    tile and the remainder."""
+    """Guards the form, whole panels (70 outputs), every size of tile and the remainder."""
     weight, more = stored(kind), torch.arange(70.0) if bias else None
     matrix = kernels.pack(weight, more)
     assert form(matrix) == kind
@@ -100,9 +99,7 @@ def test_a_matrix_is_kept_in_the_narrowest_form_that_holds_it(kind: torch.dtype,
 def test_a_row_has_the_same_bits_alone_and_among_others(
     kind: torch.dtype, inputs: int, rounded: kernels.WeightFormat
 ) -> None:
-    """Guards the order of sums, which must not depend on the tile that a row falls into, nor on
-    threads; 336 inputs: three parts of sums, which wide passes take one after the other for all rows;
-    512: rows are copied, so that they do not push each other out of the cache."""
+    """Guards the order of sums in tiles and threads; 336 inputs: sums in parts, 512: copied rows."""
     weight, bias = stored(kind, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, x = kernels.pack(weight, bias, rounded), torch.randn(37, inputs, generator=torch.Generator().manual_seed(1))
     together, threads = kernels.linear(matrix, x), torch.get_num_threads()
@@ -119,9 +116,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 @pytest.mark.parametrize("inputs", [48, 1024])
 @pytest.mark.parametrize("outlier", [1.0, 1e4])
 def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
-    """Guards the quantisation of activations: rows of any scale, with one value far above the others. Each value is
-    exact to within 2^-23 of the row's largest, and nothing else is lost; on ordinary rows the error is smaller than
-    float32's. NaN and infinite values must not look like numbers."""
+    """Guards activations of any scale: exact to 2^-23 of the row's largest. NaN must not look like a number."""
     weight, generator = stored(torch.int8, 64, inputs), torch.Generator().manual_seed(2)
     x = torch.randn(40, inputs, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]
     x[:, 3] *= outlier
@@ -141,8 +136,7 @@ def test_limbs_are_as_exact_as_float32(inputs: int, outlier: float) -> None:
 @pytest.mark.usefixtures("_dots")
 @pytest.mark.parametrize(("activations", "largest"), [("int16", 127 * 257), ("int8", 127)])
 def test_rounded_activations(activations: Literal["int16", "int8"], largest: int) -> None:
-    """Guards what `WeightFormat.activations` says: whole multiples of a row's largest, and their
-    products without any further loss, whatever other rows there are."""
+    """Guards `WeightFormat.activations`: multiples of a row's largest, and products without further loss."""
     weight, x = stored(torch.int8), torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
     x[3] = 0
     matrix = kernels.pack(weight, weight_format=kernels.WeightFormat(activations=activations))
@@ -170,8 +164,7 @@ def unpacked(matrix: kernels.Matrix) -> torch.Tensor:
 @pytest.mark.usefixtures("_dots")
 @pytest.mark.parametrize("activations", ["exact", "int16", "int8"])
 def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
-    """Guards groups, nibbles and scales: products are those of the stored numbers, for tiles of every size, padded
-    outputs and a bias; and these are near the weights, closer than with the largest number as the only scale tried."""
+    """Guards groups, nibbles and scales: products of the stored numbers, in tiles, padding, bias; near the weights."""
     weight, bias = torch.randn(70, 96, generator=torch.Generator().manual_seed(4)), torch.arange(70.0)
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1))
     matrix = kernels.pack(weight, bias, kernels.WeightFormat("int4", activations))
@@ -192,7 +185,7 @@ def test_int4(activations: Literal["exact", "int16", "int8"]) -> None:
     assert broken[:5, :3].isfinite().all(), "neither spreads"
 
 
-BLOCKS = (
+BLOCKS = [
     "Q4_0",
     "Q4_1",
     "Q5_0",
@@ -207,7 +200,7 @@ BLOCKS = (
     "F16",
     "BF16",
     "F32",
-)
+]
 SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}  # float16
 
 
@@ -234,8 +227,7 @@ def blocks(kind: str, outputs: int, inputs: int) -> tuple[kernels.Rows, torch.Te
 @needs
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_of_gguf_files(kind: str) -> None:
-    """Guards every type of blocks: the numbers of the package gguf to the bit, products of these numbers as exact as
-    float32's, the same bits for a row alone and among others, rows in any order, padding, a bias; and rounded inputs."""
+    """Guards every type of blocks: gguf's numbers to the bit, exact products, rows alone and in any order."""
     rows, weight = blocks(kind, 70, 512)
     assert torch.equal(rows.read(), weight)
     x, bias = torch.randn(37, 512, generator=torch.Generator().manual_seed(1)), torch.linspace(-1, 1, 70)
@@ -308,8 +300,7 @@ def _amx(_kernels: None) -> None:
 @pytest.mark.usefixtures("_bfloat16_dots")
 @pytest.mark.parametrize("inputs", [16, 32, 48, 96, 1024, 2816])
 def test_products_of_bfloat16(inputs: int) -> None:
-    """Guards activations rounded to bfloat16: products of what is rounded, as exact as float32's sums, the same bits
-    for a row alone and among any number of others, by AVX-512 and by AMX; what is not finite stays in its row."""
+    """Guards rounded activations: as exact as float32's sums, one row's bits everywhere; NaN stays in its row."""
     weight, bias = stored(torch.bfloat16, 70, inputs), torch.linspace(-1, 1, 70)
     rounded = kernels.WeightFormat(activations="bfloat16")
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(5)
@@ -329,8 +320,7 @@ def test_products_of_bfloat16(inputs: int) -> None:
 
 @needs
 def test_weights_rounded_to_bfloat16() -> None:
-    """Guards `WeightFormat("bfloat16")`: whatever the weights are, int8's multiples included, they
-    are kept as the nearest such numbers; and the scale of rows that int8 does not hold exactly."""
+    """Guards the nearest numbers of whatever weights, and scales of rows that int8 does not hold."""
     for kind in (torch.float32, torch.bfloat16, torch.int8):
         weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
         matrix = kernels.pack(weight, weight_format=kernels.WeightFormat("bfloat16"))
@@ -350,8 +340,7 @@ def test_weights_rounded_to_bfloat16() -> None:
     "rounded", [kernels.WeightFormat(activations=name) for name in ("exact", "int16", "int8")], ids=str
 )
 def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> None:
-    """Guards limbs, sums and their order: AMX and VNNI give the same bits for any number of rows, panels of both
-    threads, a bias, rows of very different scales, and a row of zeros; what is not finite stays in its row."""
+    """Guards limbs and sums: AMX and VNNI give one result for any rows; what is not finite stays in its row."""
     weight, bias = stored(torch.int8, inputs=inputs), torch.linspace(-1, 1, 70)
     matrix, generator = kernels.pack(weight, bias, rounded), torch.Generator().manual_seed(3)
     rows = {M: torch.randn(M, inputs, generator=generator) * 10.0 ** torch.linspace(-18, 18, M)[:, None] for M in SIZES}
@@ -369,8 +358,7 @@ def test_amx_gives_the_same_bits(inputs: int, rounded: kernels.WeightFormat) -> 
 @pytest.mark.usefixtures("_amx")
 @pytest.mark.parametrize("inputs", [32, 96, 1024, 2816])
 def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
-    """Guards what bfloat16 weights are multiplied by on AMX: no more is lost than by float32's own
-    sums, and a row has the same bits alone and among any number of others."""
+    """Guards AMX's bfloat16 weights: no more is lost than by float32, one row's bits everywhere."""
     weight, generator = stored(torch.bfloat16, 70, inputs), torch.Generator().manual_seed(5)
     matrix = kernels.pack(weight)
     assert matrix.kind == "bfloat16"
@@ -405,8 +393,7 @@ def test_a_quick_net_leaves_the_net_alone() -> None:
 
 @needs
 def test_noise_is_that_of_torchs_operations() -> None:
-    """Guards the second writing of the noise: the same numbers up to float32's last digit, for
-    whole vocabularies and for some ids, in rows of different seeds, zero in greedy ones."""
+    """Guards the second writing of the noise, to the last digit: vocabularies, some ids, seeds, greedy rows."""
     seed_B, greedy_B = torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True])
     position_BN = torch.tensor([[1, 2, 500], [9, 4, 0], [1, 2, 3]])
     ids = torch.tensor([5, 0, 7999, 123, 4, 4, 90, 17, 3])
@@ -420,8 +407,7 @@ def test_noise_is_that_of_torchs_operations() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 8001])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 20.0])
 def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
-    """Guards what is left out: tokens whose noise is not worked out must be those that lose. Flat laws, where every
-    token may win, and sharp ones; impossible tokens; rows with a seed each, greedy ones, and ties."""
+    """Guards what is left out: tokens without noise must lose, in flat laws, sharp ones, ties, greedy rows."""
     seeds = torch.tensor([0, 3, 2**62 + 5])
     noise, position_B = CpuNoise(seeds, torch.tensor([False, False, True])), torch.tensor([5, 0, 90])
     for turn in range(20):
@@ -456,8 +442,7 @@ def test_a_draw_from_no_number_is_said() -> None:
 
 @needs
 def test_nothing_is_drawn_at_padding() -> None:
-    """Bug: a node that is padding is drawn at, which takes time, and what its scores happen to hold is taken for
-    a broken target."""
+    """Bug: padding is drawn at, and what its scores hold is taken for a broken target."""
     scores_BNV, acceptable_BN = torch.zeros(2, 3, 37), torch.tensor([[True, True, False], [True, False, False]])
     scores_BNV[~acceptable_BN] = torch.nan
     scores_BNV[0, 1, 5] = 1.0
@@ -471,8 +456,7 @@ def test_nothing_is_drawn_at_padding() -> None:
 
 @needs
 def test_nothing_at_all() -> None:
-    """Bug: without rows the kernels filled memory at address null, which is undefined (found by
-    -fsanitize=undefined)."""
+    """Bug: without rows the kernels filled memory at address null (found by -fsanitize=undefined)."""
     L, B = torch.long, torch.bool
     for rows, nodes in ((0, 3), (2, 0)):
         row = {dtype: torch.zeros(rows, dtype=dtype) for dtype in (L, B)}

@@ -1,6 +1,4 @@
-"""The tests of the kernels once more, with the code for ARM: NEON without dot products, and with
-them. An emulator runs it (emulated_arm.py), so this says what the code computes, not how fast.
-"""
+"""The tests of the kernels with the code for ARM, by an emulator: what it computes, not how fast."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Building and loading the CPU kernels: broken compilers, broken caches and other people's files
-end in one line, never in a crash.
-
-Compilers are shell scripts here; the one that works copies the library that this session has compiled already.
-"""
+"""Building and loading the CPU kernels: broken compilers and caches, and other people's files, end in one line.
+Compilers are shell scripts here; the one that works copies this session's library."""
 
 from __future__ import annotations
 
@@ -101,8 +98,7 @@ WRONG = {
 def test_a_compiler_that_does_not_work(
     kind: str, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bug: a compiler that ended well with a library without the functions was a traceback at the
-    first call. It is one line, and nothing is left in the cache."""
+    """Bug: a library without the functions was a traceback at the first call. Nothing is left in the cache."""
     from numpy.random import _pcg64  # any library that loads and has none of the functions
 
     script, says = WRONG[kind]
@@ -116,8 +112,7 @@ def test_a_compiler_that_does_not_work(
 
 @needs
 def test_threads_that_a_compiler_cannot_build(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Bug: what was built without threads was not looked at, where what was built with them could be loaded but lacked
-    the functions; and it took the place of a library in use, so that the process crashed at its end."""
+    """Bug: what was built without threads was not looked at, or took the place of a library in use."""
     from numpy.random import _pcg64
 
     compiler(f'case "$*" in *openmp*) cp {_pcg64.__file__} "$out";; *) cp {library} "$out";; esac')
@@ -150,8 +145,7 @@ def test_environments_without_kernels(environment: dict[str, str], says: str, mo
 
 @needs
 def test_no_home(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: without HOME, as a user whom the system does not know (in a container), every command
-    was a traceback. The kernels are kept among the temporary files then."""
+    """Bug: without HOME, as an unknown user (in a container), every command was a traceback."""
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)
@@ -186,8 +180,7 @@ def test_a_cache_that_others_can_write_to(
     ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
 ])  # fmt: skip
 def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards EYAS_KERNELS_ISA: a name that does not exist, and a set of another processor, end in one
-    line, and nothing is compiled that would die by an illegal instruction."""
+    """Guards EYAS_KERNELS_ISA: unknown names and other processors' sets end in one line; nothing is compiled."""
     monkeypatch.setenv("EYAS_KERNELS_ISA", isa)
     assert reason().startswith(f"EYAS_KERNELS_ISA is {isa!r}" if "mean" in words else f"EYAS_KERNELS_ISA is {isa}")
     assert words in reason()
@@ -197,8 +190,7 @@ def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch:
 def test_each_instruction_set_has_a_library_of_its_own(
     library: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the cache: a smaller set that is asked for is compiled with its flags, not taken from the
-    native library; asked for again it is found."""
+    """Guards the cache: a smaller set is compiled with its flags, and found when it is asked for again."""
     program = compiler(f'echo "$@" >> {tmp_path}/arguments; cp {library} "$out"')
     names = _build.runnable_isas()
     for name in (*names, *names):
@@ -216,8 +208,7 @@ def test_each_instruction_set_has_a_library_of_its_own(
     ([], ["native"]),
 ], ids=["armv8-a", "dotprod", "nothing known"])  # fmt: skip
 def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards Linux's words for ARM, and systems without them: macOS was told that its processor
-    lacks what nobody had looked for."""
+    """Guards Linux's words for ARM, and systems without them (macOS)."""
     monkeypatch.setattr(_build, "_processor", lambda: lines)
     assert _build.runnable_isas() == sets
     monkeypatch.setenv("EYAS_KERNELS_ISA", "x86-64-v3")
@@ -225,8 +216,7 @@ def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatc
 
 
 def test_weights_in_huge_pages() -> None:
-    """Guards the block that matrices share: each keeps its own values, at the line of a cache, the larger ones too, and
-    a block that was made in inference mode can be written to later; the memory of matrices that are gone is given back."""
+    """Guards the block that matrices share: values, cache lines, writes, and memory that is given back."""
     made, expected = [], []
     small = (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16))
     for i, (shape, dtype) in enumerate((*small, ((_memory.BLOCK + 5,), torch.uint8))):

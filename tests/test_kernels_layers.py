@@ -93,8 +93,7 @@ class Weights:
         )  # fmt: skip
 
     def reference(self, x_RQD: Tensor, forward: Pass, store: Tensor) -> Tensor:
-        """Return what the layer makes of x, in float64. store [key or value, R, K, slots, h] is this layer's cache; rounded,
-        it has the new keys and values already, as the layer rounded them."""
+        """What the layer makes of x, in float64; a rounded store [2, R, K, slots, h] has the rounded keys already."""
         s, h = self.sizes, self.sizes.head_dim
         visible_RQT = forward.visible_in_window_RQT if self.window else forward.visible_RQT
         x_RQD = x_RQD.double()
@@ -180,9 +179,7 @@ def layer_sizes(head_dim: int, heads: tuple[int, int]) -> LayerSizes:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("kind", "kv"), KINDS)
 def test_a_layer_computes_what_float64_does(kind: str, kv: str, head_dim: int) -> None:
-    """Guards attention in every head size, for queries that read keys together and remainders,
-    groups of heads, committed slots, windows, nodes of an earlier pass, norms of heads, rotary
-    positions, sinks, gates, and the three epilogues, in every format of weights and of keys and values."""
+    """Guards every head size, group, window, norm, sink, gate, slot and format of weights, keys and values."""
     if kind == "int4" and not kernels.has_dots():
         pytest.skip("no integer dot products, so no int4")
     turn = KINDS.index((kind, kv)) % len(FORMATS) + HEAD_DIMS.index(head_dim) + (kv != "float32")
@@ -214,8 +211,7 @@ def test_a_layer_computes_what_float64_does(kind: str, kv: str, head_dim: int) -
 @pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 @pytest.mark.parametrize("broken", [torch.inf, torch.nan])
 def test_a_node_that_is_not_finite_stays_in_its_branch(broken: float, kv: str) -> None:
-    """Guards blocks of slots that queries read together, over rounded keys and values: a node with a NaN changes no bit
-    of the nodes that do not see it, with long texts before them and without."""
+    """Guards slots that queries read together: a NaN changes no bit of nodes that do not see it."""
     sizes = layer_sizes(64, (6, 2))
     layer = Layers(sizes, [Weights(sizes, "float32", 3).packed()])
     for length in (0, 20, 130):
@@ -255,9 +251,8 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, kv: str, broken: float) 
 
 @needs
 def test_exponentials() -> None:
-    """Guards the vectors' own exponential: e^x for x from -87 to 0 is exact to within four units of
-    float32's last digit, below it nothing, and of NaN NaN. The weights of an attention whose values are unit
-    vectors are read off; the rest of the layer passes them on."""
+    """Guards the vectors' own exponential: exact to four units of the last digit from -87 to 0, nothing below, NaN of
+    NaN. Weights of an attention whose values are unit vectors are read off."""
     h = 256
     sizes = LayerSizes(h, 1, 1, h, 16, 1e-5, 1.0)
 

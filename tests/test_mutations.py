@@ -1,5 +1,4 @@
-"""Tests of the tests: every mistake in mutations.py is found, by an assertion, and the code as it
-is passes the same checks."""
+"""Tests of the tests: every mistake in mutations.py is found, by an assertion, and the code as it is passes."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def lines(change: Rewrite) -> list[str]:
 
 
 def test_rewriting() -> None:
-    """Guards the tool: names and formatting do not matter, equal names stand for equal code, only
-    the function that is named is touched."""
+    """Guards the tool: names and formatting do not matter, equal names are equal code, one function is touched."""
     guarded = rewrite("m:A.f", "where(SUM > 0, X / SUM, X)", "X / SUM")
     assert lines(guarded) == ["        kept = p / total"]
     assert lines(rewrite("m:A.f", "self.g(X, ...)", "self.g(-X)")) == ["        return self.g(-kept)"]
@@ -64,8 +62,7 @@ def test_what_does_not_apply_says_so(change: Rewrite, reason: str) -> None:
 
 
 def test_every_change_applies() -> None:
-    """Guards the list against changes of the source, before any mutation is tried; patches are
-    looked up when they are tried."""
+    """Guards the list against changes of the source, before any mutation is tried."""
     assert len({m.name for m in mutations.MUTATIONS}) == len(mutations.MUTATIONS)
     for change in (change for m in mutations.MUTATIONS for change in m.changes):
         spec = importlib.util.find_spec(module_of(change))
@@ -82,8 +79,7 @@ def test_every_change_applies() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="every mutation is tried in a forked process")
 def test_every_mutation_is_found() -> None:
-    """Guards that the other tests would notice: each mutation fails its check by an assertion of a
-    test, not by a crash. Deterministic."""
+    """Guards that the other tests would notice: each mutation fails its check by an assertion."""
     # what is mutated is Python
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "EYAS_KERNELS": "off"}
     done = processes.run([sys.executable, mutations.__file__], env=environment)

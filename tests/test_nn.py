@@ -1,5 +1,4 @@
-"""The parts of draft nets: packed attention against its definition, its gradient and its memory;
-rotary positions far out."""
+"""The parts of draft nets: packed attention against its definition, its gradient and memory; rotary positions."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: l
 @pytest.mark.parametrize("block", [1, 3, 128])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the mask (own document, no later token), the diagonals, grouped heads, blocks, and
-    every gradient, in float64."""
+    """Guards the mask, diagonals, grouped heads, blocks, and every gradient, in float64."""
     monkeypatch.setattr(packed, "BLOCK", block)
     documents, rows = Documents((5, 1, 7)), [0, 2, 3, 5, 7, 8, 9, 10, 12]
     generator = torch.Generator().manual_seed(0)
@@ -55,8 +53,7 @@ def test_packed_attention(block: int, steps: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_flash_attention_says_the_same(steps: int) -> None:
-    """Guards the way that CUDA takes, by the twins of its kernels on a CPU: places of tokens and rows, grouped heads, the
-    denominator with the later keys, and every gradient, in float64."""
+    """Guards CUDA's way, by its kernels' twins: places, grouped heads, denominators and gradients, in float64."""
     generator, documents = torch.Generator().manual_seed(1), Documents((5, 1, 7))
 
     def draw(*shape: int) -> Tensor:
@@ -108,17 +105,14 @@ print(kilobytes("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
 def test_memory_grows_with_the_length_not_its_square() -> None:
-    """Forward and backward over one document: 4 times the length takes at most 6 times the memory
-    (scores would take 16 times: at 8,192 tokens and 4 heads 1 GiB a matrix). Measured in kilobytes
-    of a process of its own."""
+    """4 times the length takes at most 6 times the memory (scores would take 16 times), in a process of its own."""
     used = [int(processes.run([sys.executable, "-c", MEASURE.format(N=n)], warm=True).stdout) for n in (2048, 8192)]
     assert used[1] < 6 * used[0], used
     assert used[1] < 400_000, used
 
 
 def test_rope_far_out() -> None:
-    """Positions past 2,048 stay distinct in half precision nets: the angle is computed in float32
-    from whole numbers."""
+    """Positions past 2,048 stay distinct in half precision: the angle is computed in float32."""
     frequency = rope_frequencies(LayerShape(8, 8, 1, 1, 8), torch.device("cpu"))
     x = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
     near, next_to_it = (rope(x, torch.tensor([[p]]), frequency) for p in (100_000, 100_001))

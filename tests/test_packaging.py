@@ -1,5 +1,4 @@
-"""The distributions that pyproject.toml describes: every file that eyas reads is in the wheel, and
-the names of extras are true."""
+"""The distributions that pyproject.toml describes: every file is in its wheel, and the names of extras are true."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ NOT_EVERYWHERE = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "winreg",
     *((tomllib.loads(file.read_text()), file.parent / "src") for file in OTHERS),
 ], ids=["eyas", "eyas-tiny", *(file.parent.name for file in OTHERS)])  # fmt: skip
 def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
-    """Guards a new page, kernel or prompt that runs in a clone, where everything lies, and is
-    missing after pip install."""
+    """Guards a new page, kernel or prompt that runs in a clone and is missing after pip install."""
     for package, patterns in settings["tool"]["setuptools"]["package-data"].items():
         packaged = {path for pattern in patterns for path in (folder / package).glob(pattern)}
         tracked = subprocess.run(["git", "ls-files", package], cwd=folder, capture_output=True, text=True)
@@ -58,8 +56,7 @@ def test_the_embedded_model_is_apart() -> None:
     "file", [file for file in OTHERS if file.parent.name.startswith("eyas-")], ids=lambda file: file.parent.name
 )
 def test_a_distribution_is_described(file: Path) -> None:
-    """Guards names that are written in two places: the extra of eyas that installs a distribution, the version of
-    both, and the entry points that `eyas.elsewhere` promises to whoever has not installed it."""
+    """Guards names in two places: extras, versions, and the entry points that `eyas.elsewhere` promises."""
     project = tomllib.loads(file.read_text())["project"]
     extra = project["name"].removeprefix("eyas-")
     module = importlib.import_module(f"eyas_{extra}")
@@ -108,8 +105,7 @@ def test_without_the_embedded_model(tmp_path: Path) -> None:
 
 
 def test_what_the_dockerfile_copies() -> None:
-    """Guards an image that cannot be built: the .dockerignore, which leaves everything out but what
-    it names, lacks a file."""
+    """Guards an image that cannot be built: the .dockerignore lacks a file."""
     lines = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     copied = [name for line in lines for name in line.split()]
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
@@ -131,8 +127,7 @@ def test_every_method_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_page_is_in_the_site() -> None:
-    """Guards `make docs`, which refuses a page of docs/ that mkdocs.yml does not name; it is built
-    too seldom to notice soon."""
+    """Guards `make docs`, which refuses a page of docs/ that mkdocs.yml does not name."""
     named = set(re.findall(r"\b\w+/\w+\.md\b", (ROOT / "mkdocs.yml").read_text()))
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     assert {page for page in pages if not page.startswith("lab/")} <= named

@@ -17,8 +17,7 @@ ARGS = argparse.Namespace(prompt_tokens=500)
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Rows:
-    """Three rounds of four prompts. The other engine is half as fast, errs once, and hangs for a
-    minute in one round."""
+    """Three rounds of four prompts. The other engine is half as fast, errs once, and hangs in one round."""
     made = Rows(tmp_path / "raw.jsonl", {})
     for number in range(3):
         for prompt in range(4):
@@ -34,8 +33,7 @@ def rows(tmp_path: Path) -> Rows:
 
 
 def test_figures_of_an_engine(rows: Rows) -> None:
-    """Bugs: the prompt's pass is counted as decoding; a disturbed round makes an engine slow; the ratio is the wrong
-    way round; ids that differ in one round only are overlooked. No false alarms: the answers are made up."""
+    """Bug: a prompt's pass counts as decoding, a disturbed round as slowness; a wrong ratio; ids that differ once."""
     found = peers.summary(rows, [peers.PLAIN, peers.BEST, "other", "absent"], ARGS)
     assert set(found) == {peers.PLAIN, peers.BEST, "other"}
     assert found[peers.BEST]["tokens_per_second"][0] == pytest.approx(200)

@@ -29,8 +29,7 @@ class Counter:
 
 
 def test_texts_have_no_oddity() -> None:
-    """Bug: a page, a help text, a docstring or an error slides back into long sentences and borrowed grammar, a
-    commit's subject does not fit a line, or a public name comes without a docstring."""
+    """Bug: a page, help, docstring, error or subject slides back into borrowed grammar, or has no docstring."""
     found = list(prose.places())
     assert not found, "\n".join(found)
 
@@ -46,8 +45,7 @@ def test_sentences_and_patterns() -> None:
 
 
 def test_docstrings_and_errors() -> None:
-    """Guards the texts of a module: docstrings with their sections, and raised errors; drawings are
-    left out."""
+    """Guards the texts of a module: docstrings with their sections, and raised errors; drawings are left out."""
     tree = ast.parse(MODULE)
     found = [[kind for s in prose.sentences(text) for kind in prose.oddities(s)] for text in prose.docstrings(tree)]
     assert found == [["what_as_noun"], [], ["that_of"], ["beside_behind"]]

@@ -12,8 +12,7 @@ from test_text import TOKENIZERS, Foreign, _llama, _wrapped
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "foreign"])
 def test_stops_after_is_what_feed_will_say(kind: str) -> None:
-    """Guards the question behind drafts, for every kind of tokenizer: asked in the middle of a text
-    it says what reading says then, and changes nothing."""
+    """Guards the question behind drafts: in the middle of a text it says what reading says then."""
     tokenizer = _wrapped(_llama(), Foreign) if kind == "foreign" else TOKENIZERS[kind]
     rng, hits = random.Random(kind), 0
     for _ in range(40):

@@ -1,5 +1,4 @@
-"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where
-it was stopped."""
+"""The commands behind the figures: each has its help, runs in its smallest form, and goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import importlib
 import json
 import sys
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -61,13 +61,25 @@ def chats(path: Path, count: int, reply: str) -> Path:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards that every script can be imported, has its options, and shows the command line that
-    its help begins with."""
+    """Guards that every script can be imported, and shows the command line that its help begins with."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         command(name).main()
     assert ended.value.code == 0
     assert f"python {SCRIPTS[name].relative_to(RUNS.parent)}" in capsys.readouterr().out
+
+
+def test_no_head_is_judged_on_a_chat_of_its_training(command: Any, tmp_path: Path) -> None:
+    """Bug: a held-in chat that is in the training data too is asked."""
+
+    def write(name: str, texts: list[str]) -> Path:
+        pairs = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
+        (tmp_path / name).write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
+        return tmp_path / name
+
+    every, held = write("every", [str(number) for number in range(9)]), write("held", ["a", "4", "b", "c"])
+    found = command("compare_heads").asked(Namespace(chats=held, trained_on=every, skip=1, limit=9))
+    assert [prompt.messages[0]["content"] for prompt in found] == ["b", "c"]
 
 
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:
@@ -151,9 +163,7 @@ def test_rows_outlive_an_interruption(command: Any, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the first minutes on a GPU: every stage runs, on the way of a GPU as far as a CPU can
-    go; texts are equal by every runner; each case is in the record; a second run measures nothing
-    again."""
+    """Guards the first minutes on a GPU: every stage runs, texts are equal, a second run measures nothing again."""
     gpu, output = command("gpu"), tmp_path / "gpu.json"
     options = "--device cpu --shape small --minutes 30"
     given = [*options.split(), "--output", str(output)]
@@ -185,8 +195,7 @@ def test_everything_for_a_gpu_runs_in_small(command: Any, tmp_path: Path, capsys
 def test_a_run_for_a_gpu_ends_in_time_and_goes_on(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bugs: the time is over and what was measured is lost; a case that fails ends all others, or
-    is never measured again."""
+    """Bug: what was measured is lost when time is over; a failed case ends all others, or is never tried again."""
     gpu = command("gpu")
     calls = list[str]()
 
@@ -246,8 +255,7 @@ def test_mistakes_in_the_options_for_a_gpu(command: Any, tmp_path: Path) -> None
 
 @pytest.mark.exhaustive
 def test_what_runs_on_a_gpu_needs_few_packages() -> None:
-    """Guards a machine that has torch and transformers and cannot install anything: no package of
-    the command line or of pictures."""
+    """Guards a machine that cannot install anything: no package of the command line or of pictures."""
     missing = ("cyclopts", "docstring_parser", "rich_rst", "matplotlib")
     code = WITHOUT.format(missing=missing, runs=str(RUNS)) + "import gpu; gpu.cases(gpu.FULL); print('ok')"
     done = processes.run([sys.executable, "-c", code])

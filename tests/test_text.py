@@ -1,5 +1,4 @@
-"""eyas.text on real tokenizers of every kind, built here: streamed text equals `decode`, and stop
-strings cut where a search does."""
+"""eyas.text on real tokenizers of every kind: streamed text equals `decode`, and stops cut where a search does."""
 
 from __future__ import annotations
 
@@ -135,8 +134,7 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def streamed(tokenizer: Any, ids: list[int]) -> str:
-    """The whole text by pieces; on the way, after every token, what is out and what is held back
-    must be the text so far."""
+    """The whole text by pieces; what is out and what is held back are the text so far, after every token."""
     detokeniser, out = Detokeniser(tokenizer), ""
     for n, token_id in enumerate(ids, start=1):
         out += detokeniser.feed(token_id)
@@ -170,8 +168,7 @@ def ids_of(draw: st.DrawFn, name: str) -> list[int]:
 @example(("llama", "  leading spaces"))
 @example(("gemma", "é" * 30 + "😀"))
 def test_pieces_are_the_decode(case: tuple[str, Any]) -> None:
-    """Guards against streamed text that differs from plain decoding, of odd ids and of ordinary text of any script: lost
-    or doubled spaces, cut characters, byte runs shown too early."""
+    """Bug: streamed text differs from decoding: lost or doubled spaces, cut characters, byte runs too early."""
     name, said = case
     ids = TOKENIZERS[name](said)["input_ids"] if isinstance(said, str) else said
     assert streamed(TOKENIZERS[name], ids) == decode(TOKENIZERS[name], ids)
@@ -194,8 +191,7 @@ def test_any_bytes(codes: list[int], name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "two_leading_spaces", "gemma", "metaspace_bytes"])
 @pytest.mark.parametrize("begin", [["▁"], ["▁", "▁"], ["▁▁"], ["<0x20>"], ["▁", "<0x20>"], ["<0x20>", "▁"]])
 def test_leading_spaces(name: str, begin: list[str]) -> None:
-    """Guards against taking the first space off a token instead of off the text, when the text
-    begins with tokens that are all space."""
+    """Bug: the first space is taken off a token instead of off a text that begins with tokens of space."""
     tokenizer = TOKENIZERS[name]
     vocab = tokenizer.get_vocab()
     first = next(i for piece, i in sorted(vocab.items()) if piece[0] == "▁" and piece[1:].isalpha())
@@ -212,8 +208,7 @@ def test_end_of_word_inside_a_token() -> None:
 
 
 def test_each_kind_has_its_engine() -> None:
-    """Guards against a tokenizer that silently falls back to the window, whose exactness is not proven, and against
-    decoding piece by piece where one token's text depends on another's."""
+    """Bug: a tokenizer falls back to the window silently, or pieces are decoded alone where others matter."""
     engines = {name: type(Detokeniser(tokenizer)._engine) for name, tokenizer in TOKENIZERS.items()}
     assert engines.pop("byte_level") is room._Bytes
     assert set(engines.values()) == {room._Pieces}
@@ -225,8 +220,7 @@ def test_each_kind_has_its_engine() -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "unigram", "word_piece"])
 def test_window_on_ordinary_text(name: str) -> None:
-    """Guards against a fallback that is wrong on what people write, byte tokens, first spaces and
-    special tokens included."""
+    """Bug: a fallback that is wrong on what people write, byte tokens, first spaces and special tokens too."""
     tokenizer = _wrapped(MAKERS[name](), Foreign)
     for sentence in SENTENCES:
         ids = tokenizer(sentence)["input_ids"]
@@ -285,8 +279,7 @@ def test_window_work_is_bounded() -> None:
 
 
 def naive(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str, str | None]:
-    """(tokens until the hit, text shown, stop string) by searching the whole text again after every
-    token, character by character."""
+    """(tokens until the hit, text shown, stop string) by searching the whole text again after every token."""
     for n in range(len(ids) + 1):
         text = decode(tokenizer, ids[:n])
         for end in range(1, len(text) + 1):
@@ -312,8 +305,7 @@ def stopped(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int, str,
 @SETTINGS
 @given(st.data(), KINDS)
 def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:
-    """Guards against a stop string that is missed across tokens, found late, or shown in part; and
-    against text lost when there is none."""
+    """Bug: a stop string is missed across tokens, found late, or shown in part; or text is lost."""
     tokenizer = TOKENIZERS[name]
     ids = data.draw(ids_of(name))
     text = decode(tokenizer, ids)
@@ -324,8 +316,7 @@ def test_stops_where_a_search_would(data: st.DataObject, name: str) -> None:
 
 
 def test_overlapping_stops_in_one_token() -> None:
-    """Guards against the text depending on how it was cut into tokens when several stop strings are
-    completed at once."""
+    """Bug: the text depends on how it was cut into tokens when several stop strings end at once."""
     tokenizer = Tokenizer(models.WordLevel({"x": 0, "a": 1, "b": 2, "c": 3, "d": 4, "xabcd": 5}))
     tokenizer.decoder = decoders.Fuse()
     wrapped = _wrapped(tokenizer)
@@ -344,8 +335,7 @@ def test_only_a_beginning_is_held_back() -> None:
 
 
 def test_stop_inside_a_run_of_bytes() -> None:
-    """Guards against a stop string in byte tokens that is seen only after the token that follows them, and against
-    stops="END" stopping at the first E."""
+    """Bug: a stop string in byte tokens is seen a token late; stops="END" stops at the first E."""
     tokenizer = TOKENIZERS["llama"]
     ids = [tokenizer.get_vocab()[f"<0x{byte:02X}>"] for byte in "天空。".encode()]
     assert stopped(tokenizer, ids, ["空"]) == (6, "天", "空")
@@ -374,8 +364,7 @@ def test_without_stops_it_is_the_detokeniser() -> None:
     (b"a", "bytes"),
 ])  # fmt: skip
 def test_bad_stops(stops: Any, says: str) -> None:
-    """Guards against an empty stop string, which would stop everything, or a number that fails
-    later with a traceback."""
+    """Bug: an empty stop string stops everything, or a number fails later with a traceback."""
     with pytest.raises(InputError, match=says):
         StopStrings(TOKENIZERS["llama"], stops)
 
@@ -390,8 +379,7 @@ def chatting() -> PreTrainedTokenizerFast:
 
 
 def test_render_gives_the_templates_ids() -> None:
-    """Guards against handing on the dictionary that newer transformers return, special tokens
-    added twice, and a chat whose messages a template call changes."""
+    """Bug: the dictionary of newer transformers, special tokens twice, or messages that a call changes."""
     tokenizer = chatting()
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello 😀", "name": None}]
     before = copy.deepcopy(messages)
@@ -448,8 +436,7 @@ def test_broken_templates(template: str | None, says: str) -> None:
     ("begin", "end"), [("", ""), ("<s>", ""), ("<s>", "</s>"), ("[gMASK]<sop>", ""), ("", "</s>")], ids=str
 )
 def test_special_tokens_are_added_once(begin: str, end: str) -> None:
-    """Bug: a chat that was rendered by hand and is given as a raw prompt begins with two <s>. What the text says itself
-    stays: two of them are two."""
+    """Bug: a raw prompt that was rendered by hand begins with two <s>. What the text says itself stays."""
     words = ["<s>", "</s>", "[gMASK]", "<sop>", "user", "hello", "[UNK]"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -477,8 +464,7 @@ def test_special_tokens_are_added_once(begin: str, end: str) -> None:
     [("", "the prompt is empty"), (None, "is None"), ("\udc00", "not valid Unicode"), (b"a", "bytes")],
 )
 def test_bad_prompts(prompt: Any, says: str) -> None:
-    """Guards against an empty prompt, on which a model has nothing to say, and against the
-    tokenizer's own type errors."""
+    """Bug: an empty prompt, or the tokenizer's own type errors."""
     with pytest.raises(InputError, match=says):
         encode(TOKENIZERS["byte_level"], prompt)
 

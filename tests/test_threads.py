@@ -1,8 +1,5 @@
-"""One model, several Python threads: each answer is the one that a single thread gets.
-
-What they share is the model: its hooks, replaced forwards and adapters, the runner's buffers, the last Decoder. Each test
-runs random programs of calls first alone and then from several threads, which Python switches as often as it can.
-"""
+"""One model, several Python threads: each answer is the one that a single thread gets. Random programs of calls run
+first alone and then in several threads, which Python switches as often as it can."""
 
 from __future__ import annotations
 
@@ -93,7 +90,6 @@ def adapters() -> Shared:
             tuned = peft.get_peft_model(zoo.tiny("llama", **SIZES, seed=3), config, adapter_name=name)
         else:
             tuned.add_adapter(name, config)
-    assert tuned is not None
     target = target_of(tuned.eval())
     return Shared(target.model, (llm_of(target, "suffix"), llm_of(target_of(tuned), "eagle2")), ("one", "two", "base"))
 
@@ -204,8 +200,7 @@ def compare(shared: Shared, first_seed: int, calls: int) -> None:
 @pytest.mark.quick("heads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_get_their_own_answers(kind: str) -> None:
-    """Guards hooks that record another thread's forward (a crash, or other drafts), state modules that read another's
-    states, adapters that another thread switches (all answers wrong), and a Decoder that two calls take."""
+    """Bug: hooks, states, adapters or a Decoder of another thread: a crash, or wrong answers."""
     for seed in (0, 100):
         compare(KINDS[kind](), seed, 4)
 

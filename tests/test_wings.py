@@ -34,8 +34,7 @@ TESTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_alone(wing: str, tmp_path: Path) -> None:
-    """Guards against a wing that needs another one, also in a way that no import shows. No false alarms but those of
-    the tests that it runs."""
+    """Guards against a wing that needs another one, also in a way that no import shows."""
     others = {folder for other, folders in WINGS.items() if other != wing for folder in folders}
     (tmp_path / "eyas").mkdir()
     for entry in EYAS.iterdir():
@@ -47,10 +46,7 @@ def test_a_wing_alone(wing: str, tmp_path: Path) -> None:
     paths = f"{tmp_path}:{tests}"
     options = ["-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a warm child has imported plugins of other tests
-    done = processes.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        warm=True,
-        env=processes.environment(PYTHONPATH=paths, EYAS_WING=wing),
-        cwd=tests.parent,
-    )
+    environment = processes.environment(PYTHONPATH=paths, EYAS_WING=wing)
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    done = processes.run(command, warm=True, env=environment, cwd=tests.parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

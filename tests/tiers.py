@@ -67,17 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_slow(test: str, members: Sequence[pytest.Item]) -> str:
-    """Mark the members that `quick` does not name; return what is wrong with the names."""
-    if (quick := members[0].get_closest_marker("quick")) is None:
+    """Mark the members that `quick` does not name, all of them if `cover` comes alone; return which names are wrong."""
+    quick = members[0].get_closest_marker("quick")
+    if quick is None and members[0].get_closest_marker("cover") is None:
         return ""
-    used = set[str]()
+    used, patterns = set[str](), quick.args if quick else ()
     for member in members:
         name = _id(member)
-        fitting = {pattern for pattern in quick.args if name == pattern or fnmatchcase(name, pattern)}
+        fitting = {pattern for pattern in patterns if name == pattern or fnmatchcase(name, pattern)}
         used |= fitting
         if not fitting:
             member.add_marker(pytest.mark.slow)
-    unused = sorted(set(quick.args) - used)
+    unused = sorted(set(patterns) - used)
     return f"{test}: quick names {', '.join(unused)}, which it does not have" if unused else ""
 
 

@@ -1,5 +1,4 @@
-"""A byte-level tokenizer with a chat template, for tiny models of `VOCAB` tokens: 256 bytes and a
-few special tokens."""
+"""A byte-level tokenizer with a chat template, for tiny models of `VOCAB` tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +21,8 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        bos_token=SPECIAL[0],
-        eos_token=SPECIAL[1],
-        pad_token=SPECIAL[5],
-        additional_special_tokens=SPECIAL[2:5],
-    )
+    special = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "pad_token": SPECIAL[5]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special, additional_special_tokens=SPECIAL[2:5])
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer

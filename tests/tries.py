@@ -13,8 +13,7 @@ VOCAB, EOS, LONGEST = zoo.VOCAB, 2, 9
 
 
 class Trie:
-    """Texts of up to LONGEST tokens, ended by EOS or, with `ends_by_itself`, by their length. It
-    insists on the rules of `Constraint`."""
+    """Texts of up to LONGEST tokens, ended by EOS or (`ends_by_itself`) by length. Insists on `Constraint`'s rules."""
 
     def __init__(self, ends_by_itself: bool = False) -> None:
         self.ends_by_itself = ends_by_itself

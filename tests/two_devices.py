@@ -36,11 +36,7 @@ def place_of(tensor: Tensor) -> torch.device:
 
 
 class Devices(TorchFunctionMode):
-    """Gives each tensor a device.
-
-    Attributes:
-        moved: number of moves, by (from, to).
-    """
+    """Gives each tensor a device. Attributes: moved: number of moves, by (from, to)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +104,7 @@ def _gpu(value: Any) -> Any:
 
 
 def halves(model: Any) -> dict[str, int]:
-    """A map that puts the second half of the layers, the norm behind them and the LM head on
-    cuda:1, everything else on cuda:0."""
+    """A map that puts the second half of the layers, the norm behind them and the LM head on cuda:1."""
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     # not those of a model that reads images
     path = next((name for name in lists if "language_model" in name), lists[0])
@@ -127,8 +122,7 @@ def halves(model: Any) -> dict[str, int]:
 
 
 def dispatched(model: Any, device_map: Mapping[str, int]) -> Any:
-    """The model with the hooks of accelerate's `dispatch_model`, as `from_pretrained` calls it. To
-    be called within `two_gpus`."""
+    """The model with accelerate's hooks, as `from_pretrained` sets them; to be called within `two_gpus`."""
     model.set_experts_implementation("eager")  # the other ones ask a real GPU what it can do
     return dispatch_model(model, dict(device_map), skip_keys=model._skip_keys_device_placement, main_device=0)
 

@@ -17,8 +17,7 @@ WING = os.environ.get("EYAS_WING", "")
 
 
 def test_the_wing_is_alone() -> None:
-    """Import every module of the wing; nothing of another one is there, and its plugs are found. Modules that need a
-    package of another's that is not installed are left out."""
+    """Every module of the wing can be imported, nothing of another one is there, its plugs are found."""
     package = Path(eyas.__file__).parent
     others = {folder for wing, folders in WINGS.items() if wing != WING for folder in folders}
     assert not others & {entry.stem for entry in package.iterdir()}

@@ -27,8 +27,7 @@ def play(choice: Bandit, cycles: int, tokens: float, seconds: float = 2.0) -> li
 
 
 def test_medians_by_kind() -> None:
-    """Bug: one slow cycle, or one of another kind, changes what a cycle usually takes; or old
-    cycles are never forgotten."""
+    """Bug: one slow cycle, or one of another kind, changes what a cycle usually takes; or old ones never go."""
     medians = RunningMedian()
     for seconds in (1.0, 1.1, 50.0):
         medians.add("a", seconds)
@@ -41,8 +40,7 @@ def test_medians_by_kind() -> None:
 
 
 def test_the_mean_follows_what_came() -> None:
-    """Bug: the filter does not converge, or does not follow when the yield changes. Normal(3, 1),
-    then Normal(1, 1); 400 cycles each, a steady deviation of 0.12: 0.5 is four of them."""
+    """Bug: the filter does not follow a change of the yield. A steady deviation of 0.12: 0.5 is four of them."""
     rng, arm = random.Random(0), Arm(2.0, 1.0, 1.0, 2e-4)
     for true in (3.0, 1.0):
         for _ in range(400):
@@ -64,8 +62,7 @@ def test_an_arm_that_is_not_played_becomes_uncertain() -> None:
 
 
 def test_failures_double_the_wait_and_success_forgets_them() -> None:
-    """Bugs (mutants that survived in the controller before): failures are not counted, or not
-    forgotten after the arm paid again; a trial goes on with the losses of the one before."""
+    """Bug: failures are not counted, or not forgotten; a trial goes on with the losses of the one before."""
     choice = arms()
     draft = choice.arms["draft"]
     play(choice, 3000, tokens=1.0)

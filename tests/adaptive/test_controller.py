@@ -64,8 +64,7 @@ def test_a_head_that_is_dear_to_wake_is_tried_less_often() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
-    """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay where
-    plain decoding is faster."""
+    """Bug: short answers to long prompts, whose reading no cycle shows, so drafts seem to pay."""
     per_token = MIDDLE.plain(rows) / rows
     world = {"rows": rows, "prompts": 3.0, "waking": 0.0}
     machines = [SimulatedMachine(MIDDLE, reading=share * per_token, **world) for share in (0.0, 0.4)]
@@ -79,8 +78,7 @@ def test_prompts_that_only_drafts_need_are_paid_for(rows: int) -> None:
 @pytest.mark.quick("costs0-1")
 @pytest.mark.parametrize(("costs", "rows"), [(FLAT, 1), (FLAT, 3), (curve(0.1, 0.1), 1)])
 def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) -> None:
-    """Bug: a text that repeats itself is decoded plainly because the head is useless; or the head
-    is never tried again."""
+    """Bug: a repeating text is decoded plainly because the head is useless; or that is never tried again."""
     world = {"skill": useless, "guesses": lambda t: 0.6, "right": lambda t: 0.7, "rows": rows}
     machine = SimulatedMachine(costs, **world).run(controller(costs, FALLBACK), 3000)
     always = SimulatedMachine(costs, **world).run(FixedPolicy(None, FALLBACK), 1000).speedup()
@@ -92,8 +90,7 @@ def test_the_fallback_drafts_where_the_head_is_useless(costs: Costs, rows: int) 
 @pytest.mark.quick("0.2-0.97")
 @pytest.mark.parametrize(("right", "gain"), [(0.95, 1.1), (0.2, 0.97)])
 def test_good_guesses_come_before_a_good_head(right: float, gain: float) -> None:
-    """Bug: a head that pays hides good guesses from the text, or bad guesses take the head's place. The text has
-    guesses in three cycles of ten."""
+    """Bug: a head that pays hides good guesses (in three cycles of ten), or bad ones take its place."""
     world: dict[str, Any] = {"right": lambda t: right, "guesses": lambda t: 0.3}
     mixed = SimulatedMachine(MIDDLE, **world).run(controller(MIDDLE, FALLBACK), 2000)
     head = SimulatedMachine(MIDDLE, **world).run(controller(MIDDLE), 2000)
@@ -115,8 +112,7 @@ def test_a_fallback_that_turns_bad_and_good_again() -> None:
 
 @pytest.mark.slow
 def test_the_head_is_compared_with_the_fallback_of_today() -> None:
-    """Bug: the head stays dormant when the fallback has become worse, or is compared with what it once was. The head is
-    good from cycle 200 on; the fallback is better until 1,500, then useless."""
+    """Bug: the head (good from 200 on) stays dormant when the fallback (until 1,500) has become worse."""
     machine = SimulatedMachine(skill=lambda t: 0.0 if t < 200 else 1.0, right=lambda t: 0.9 if t < 1500 else 0.0)
     machine.run(controller(fallback=FALLBACK), 4000)
     assert machine.share("base", 300, 1500) > 0.8
@@ -175,8 +171,7 @@ def test_one_slow_cycle_says_nothing(hiccup: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pace", [lambda t: 2.0 if t >= 250 else 1.0, lambda t: 1.0 if t >= 250 else 2.0])
 def test_a_machine_that_changes_its_speed(pace: Course) -> None:
-    """Bug: cycles of a slow hour are compared with others of a fast one for long. Everything takes
-    twice as long from 250 on, or half."""
+    """Bug: cycles of a slow hour are compared with those of a fast one for long."""
     assert SimulatedMachine(pace=pace).run(controller(), 900).share("base") < 0.05
     machine = SimulatedMachine(skill=useless, right=lambda t: 0.7, pace=pace).run(controller(fallback=FALLBACK), 1000)
     assert sum(decision.drafts_every_row for decision in machine.decisions[100:]) < 90
@@ -184,8 +179,7 @@ def test_a_machine_that_changes_its_speed(pace: Course) -> None:
 
 @pytest.mark.slow
 def test_a_smaller_tree_comes_before_none() -> None:
-    """Bug: where nodes cost much and the head is half right, large trees lose and small ones pay,
-    but the head becomes dormant."""
+    """Bug: where nodes cost much and the head is half right, small trees pay, but it becomes dormant."""
     costs = curve(0.12, 0.02)
     machine = SimulatedMachine(costs, skill=half).run(controller(costs), 1500)
     small = (TreeSize(2, 1, 1), TreeSize(3, 1, 2), TreeSize(4, 2, 2))
@@ -205,8 +199,7 @@ def test_a_method_whose_trees_do_not_grow() -> None:
 
 
 def test_each_number_of_rows_is_judged_for_itself() -> None:
-    """Bug: a cycle with eight rows is judged by what one row takes. Here nodes are cheap for one
-    row, and dear for eight."""
+    """Bug: eight rows are judged by what one takes. Nodes are cheap for one row here, dear for eight."""
     nodes = (1, 2, 4, 8, 16, 32, 64)
     costs = Costs(256, nodes, (1.0, 1.0, 1.0, 1.0, 3.0, 6.0, 12.0), (1, 4), (0.05, 0.05), (0.05, 0.05), 0.0, 0.0)
     policy = controller(costs)
@@ -243,8 +236,7 @@ def test_costs_are_asked_for_once_and_late() -> None:
 
 @pytest.mark.slow
 def test_larger_trees_are_explored_within_their_budget() -> None:
-    """Bugs: a good head's cycles are given away to larger trees; or a deeper tree is never tried,
-    so the plan never learns of it."""
+    """Bug: a good head's cycles are given away to larger trees; or a deeper one is never tried."""
     machine = SimulatedMachine().run(controller(), 2000)
     further = [
         FLAT.cycle(explored.tree_size) / FLAT.cycle(before.tree_size) - 1
@@ -257,7 +249,7 @@ def test_larger_trees_are_explored_within_their_budget() -> None:
 
 
 def test_is_dormant_says_what_the_next_cycle_does() -> None:
-    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by one that stays dormant."""
+    """Bug: a prompt waits for a head that drafts in the very next cycle, or is read by a dormant one."""
     policy = controller()
     assert not policy.is_dormant(1), "nothing is known yet"
     machine, seen = SimulatedMachine(skill=useless), set[bool]()
@@ -270,9 +262,7 @@ def test_is_dormant_says_what_the_next_cycle_does() -> None:
 
 
 def test_a_waking_head_starts_planning_afresh() -> None:
-    """Bug (a mutant that survived): what was counted before the head became dormant goes on, so
-    that after a change of the text its first trees are not learnt from, plans come late, and a
-    larger tree is drafted at once, or not for a long time."""
+    """Bug: what was counted before dormancy goes on: first trees are not learnt from, plans come late."""
     machine, policy = SimulatedMachine(skill=lambda t: 0.0 if 400 <= t < 460 else 1.0), controller()
     machine.run(policy, 400)
     (state,) = policy._states.values()
@@ -290,8 +280,7 @@ def test_a_waking_head_starts_planning_afresh() -> None:
 
 @pytest.mark.parametrize("pace", [1.0, 3.0])
 def test_another_tree_begins_with_what_is_expected_of_it(pace: float) -> None:
-    """Bugs: a new tree is judged by the tokens, or the seconds, of the one before; costs of a quiet machine are taken
-    for the seconds of a busy one, on which all takes three times as long, so plain decoding looks slow."""
+    """Bug: a new tree is judged by the one before; a quiet machine's costs are taken for a busy one's."""
     machine, policy = SimulatedMachine(MIDDLE, pace=lambda t: pace), controller(MIDDLE)
     sizes = []
     for _ in range(60):

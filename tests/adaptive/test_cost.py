@@ -62,8 +62,7 @@ def test_which_methods_grow(target: Target) -> None:
 
 
 def test_which_methods_have_a_spare(target: Target) -> None:
-    """Bugs: text stands in for text; a head has nobody; simulated acceptance, which is a head's, is
-    another drafter's too."""
+    """Bug: text stands in for text; a head has nobody; simulated acceptance is another drafter's."""
     names = [name for name in drafters.names() if name != "vanilla"]
     alone = {name for name in names if make_controller(make(name, target)).fallback is None}
     assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
@@ -181,8 +180,7 @@ def busy(spread: float = 0.0, others: float = 0.0, at: float = 1000.0) -> Costs:
 
 @pytest.mark.parametrize(("spread", "others"), [(0.6, 0.1), (0.05, 0.5)])
 def test_doubtful_costs_expire(spread: float, others: float, target: Target, cache: Path) -> None:
-    """Bug: the figures of a busy minute are kept for ever, and trees are planned by them on a quiet
-    machine. A made-up clock."""
+    """Bug: a busy minute's figures are kept for ever, and trees are planned by them on a quiet machine."""
     drafter, clock, made = make("eagle2", target), [1000.0], list[Costs]()
 
     def measured(drafter: Drafter) -> Costs:
@@ -205,8 +203,7 @@ def test_doubtful_costs_expire(spread: float, others: float, target: Target, cac
 def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
     target: Target, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: one method is planned by a busy minute's costs and another one by a quiet minute's, so
-    the same head gets depth 1 here and 5 there, and a bench compares the two without a word."""
+    """Bug: methods are planned by a busy and by a quiet minute's costs, and compared without a word."""
     costs = [busy(others=0.5), busy(others=0.5), busy()]
     monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
     caplog.set_level("WARNING", "eyas")

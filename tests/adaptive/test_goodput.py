@@ -20,7 +20,7 @@ from eyas.drafters import CycleInput, TreeSize, find
 
 
 def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
-    """Returns the tokens that a tree of that shape would have yielded, by growing it again within the larger one."""
+    """Tokens that a tree of that shape would have yielded, by growing it again within the larger one."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
@@ -34,8 +34,7 @@ def worth(parents: list[int], values: list[float], shape: TreeSize) -> float:
 
 
 def test_a_smaller_trees_yield_is_read_from_a_larger_one() -> None:
-    """Bug: nodes are counted that a smaller tree would not have drafted, or by another order than
-    its own; or an unseen size changes."""
+    """Bug: nodes count that a smaller tree would not draft, or in another order; or an unseen size changes."""
     acceptance = Acceptance(LIMIT)
     trees = [drafted(seed, TreeSize(24, 4, 3)) for seed in range(60)]
     for parents, values in trees:
@@ -66,15 +65,11 @@ def grown(shape: TreeSize, law: Sampling) -> Draft:
 
 
 @pytest.mark.cover(shape=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0, seed=2)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [TreeSize(4, 3, 3), TreeSize(12, 5, 4), TreeSize(64, 4, 2)])
 def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, law: Sampling) -> None:
-    """Bug: a tree of as many nodes, but fewer levels, seems worse than it is, because nodes that it
-    would have kept were not; what a larger number of nodes would have held is not learnt. Against
-    trees of every size that the same net grows there."""
+    """Bug: nodes that another tree would have kept are not learnt, against trees that the same net grows there."""
     draft, acceptance = grown(shape, law), Acceptance(TreeSize(64, 5, 4))
-    assert draft.drafted is not None
     everything = draft.drafted.parents_BX[0].tolist(), draft.drafted.value_BX[0].tolist()
     kept = draft.tree.parents_BN[0].tolist(), draft.value_BN[0].tolist()  # type: ignore[index]
     assert len(everything[0]) == 1 + shape.branch + (shape.depth - 1) * shape.branch**2
@@ -83,7 +78,6 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, 
     for other in acceptance.all_sizes:
         if other.depth <= shape.depth and other.branch <= shape.branch and other.nodes <= len(everything[0]):
             values_BN = grown(other, law).value_BN
-            assert values_BN is not None
             promised = float(acceptance._mean_ADGE[acceptance._cell(other)].sum())
             assert promised == pytest.approx(float(values_BN[0, 1:].exp().sum()), abs=1e-5), other
             seen += other.nodes > shape.nodes
@@ -91,8 +85,7 @@ def test_other_trees_yields_are_read_from_all_that_was_drafted(shape: TreeSize, 
 
 
 def test_the_plan_is_the_best_of_all() -> None:
-    """Bug: sizes are passed over, or costs and yields do not belong together. Against a plain loop,
-    on curves of all kinds."""
+    """Bug: sizes are passed over, or costs and yields do not belong together."""
     dice = random.Random(0)
     for seed in range(20):
         acceptance, costs = Acceptance(LIMIT), curve(dice.choice([0.0, 0.01, 0.1, 0.5]), dice.choice([0.0, 0.1, 0.4]))
@@ -109,8 +102,7 @@ def planned(costs: Costs, acceptance: Acceptance) -> tuple[TreeSize, float]:
 
 
 def test_flat_curves_make_large_trees_and_steep_ones_small_or_none() -> None:
-    """Bug: a sign. Nodes for nothing: as many as there may be. Nodes that cost half a step each: a
-    tree is worth less than none."""
+    """Bug: a sign. Nodes for nothing: as many as may be; at half a step each: none."""
     acceptance = Acceptance(LIMIT)
     shape, speedup = planned(curve(0.0, 0.0), acceptance)
     assert (shape.nodes, shape.depth) == (32, 5)
@@ -124,8 +116,7 @@ def test_flat_curves_make_large_trees_and_steep_ones_small_or_none() -> None:
 
 
 def test_confidences_are_held_to_what_came() -> None:
-    """Bug: a head that promises much and is never right keeps its large tree; one that is right at
-    depth 1 only keeps a deep one."""
+    """Bug: a head that is never right keeps its large tree; one right at depth 1 only keeps a deep one."""
     useless, shallow = Acceptance(LIMIT), Acceptance(LIMIT)
     for seed in range(40):
         useless.learn(*drafted(seed), LIMIT, 0)
@@ -139,9 +130,7 @@ def test_confidences_are_held_to_what_came() -> None:
 
 @pytest.mark.parametrize(("truth", "says"), [(0.9, 0.5), (0.6, 0.9), (0.3, 0.35)])
 def test_heads_that_are_too_modest_or_too_bold(truth: float, says: float) -> None:
-    """Bug: a head that is right more often than it says is held to be right more than always, so
-    that every node seems worth its while; one that is bolder is believed. Chains whose tokens are
-    right with one chance and said to be with another."""
+    """Bug: a modest head is held to be right more than always; a bold one is believed."""
     acceptance, dice, limit = Acceptance(TreeSize(6, 5, 1)), random.Random(0), TreeSize(4, 3, 1)
     for _ in range(300):
         accepted = next((d for d in range(3) if dice.random() > truth), 3)

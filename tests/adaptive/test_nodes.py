@@ -43,8 +43,7 @@ def passes(node: float, flat: int = 1) -> PassSeconds:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(falling, min_size=1, max_size=3), st.floats(0.001, 0.5), st.integers(1, 6), st.booleans())
 def test_it_is_the_best_of_all_choices(chances: list[list[float]], node: float, flat: int, padded: bool) -> None:
-    """Bugs: a row's draft is judged without the others' nodes; a node is taken without its parent; padding is
-    forgotten; drafts that gain nothing are verified."""
+    """Bug: rows are judged apart, a node comes without its parent, padding is forgotten, worthless drafts verified."""
     rows, seconds = len(chances), passes(node, flat)
 
     def rate(counts: Sequence[int]) -> float:
@@ -83,8 +82,7 @@ def test_a_row_pays_for_all_rows_where_nodes_are_dear_only_in_batches() -> None:
 
 
 def test_passes_are_corrected_by_what_cycles_take() -> None:
-    """Bugs: one slow cycle counts; the first one, in which costs are measured, counts; a size that was slow once is
-    never tried again; a busy machine's plain cycles make drafts look cheap."""
+    """Bug: one slow or first cycle counts; a size once slow is never tried; plain cycles make drafts look cheap."""
     seconds = PassSeconds((1, 4, 16), (1.0, 1.0, 2.0))
 
     def at(tokens: int) -> float:
@@ -116,13 +114,10 @@ CHOSEN = ["suffix", "prompt_lookup", "rest", "eagle2", "lookahead"]
 
 
 @pytest.mark.cover(name=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("with_kernels", [True, False])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_text_stays_the_same_whatever_is_chosen(name: str, with_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: rows of a pass have unequal trees, and one reads another's node; what a guess is worth moves a token.
-    Greedy and sampled rows, batches that shrink; nodes that cost little, so that many are chosen. With kernels greedy
-    rows or mixed ones, and the other kind without, by turns."""
+    """Bug: in unequal trees a row reads another's node, or what a guess is worth moves a token."""
     monkeypatch.setattr(PassSeconds, "observe", lambda *_: None)  # a busy machine must not make nodes dear
     if with_kernels and not kernels.available():
         pytest.skip(f"no kernels here: {kernels.why_not()}")

@@ -61,8 +61,7 @@ def test_heads_that_come_with_eyas_have_records() -> None:
 
 
 def test_batches_begin_plainly_where_the_record_promises_too_little() -> None:
-    """With 16 rows this head's drafts do not pay. With its record (0.35) nothing is drafted in the first hundred cycles;
-    with the share that is assumed without one (0.7) more than 2 % is lost."""
+    """With 16 rows this head does not pay: its record (0.35) says so; the assumed share (0.7) loses over 2 %."""
     costs, speedups = curve(0.03, 0.05), {}
     for chance in (0.35, 0.7):
         machine = SimulatedMachine(costs, skill=lambda t: 0.5, rows=16)

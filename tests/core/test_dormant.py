@@ -26,7 +26,7 @@ from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import CycleInput, Drafter, DraftSession, TreeSize
 from eyas.drafters._merge import Merged
 from eyas.drafters.suffix import SuffixAutomaton, SuffixOptions
-from reference import plain_decode, run
+from reference import plain_decode, run, widths_of
 from test_lossless import DRAWN, OPTIONS, SAMPLINGS, make
 
 NEW = 36
@@ -40,8 +40,7 @@ def plain(target: Target, request: Request) -> list[int]:
 
 
 def right_now_and_then(name: str, target: Target) -> Drafter:
-    """The method, such that whole paths are accepted, where that can be arranged: they are what a
-    row may fall asleep behind."""
+    """The method such that whole paths are accepted, where that can be arranged: a row may fall asleep behind them."""
     if "+" in name:
         return Merged(*(right_now_and_then(part, target) for part in name.split("+")))
     kind = drafters.find(name)
@@ -68,7 +67,6 @@ def suffix(target: Target, **options: int) -> Drafter:
 
 def unlike(drafter: Drafter) -> Drafter:
     """A little noise, so that no two nodes are equally good up to rounding."""
-    assert drafter.net is not None
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in drafter.net.parameters():
@@ -77,8 +75,7 @@ def unlike(drafter: Drafter) -> Drafter:
 
 
 class Chance(Policy):
-    """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft for all rows or
-    some; grown trees of any size."""
+    """Falls asleep and wakes by lot, all rows or some; asleep, a spare may draft; grown trees of any size."""
 
     def __init__(self, seed: int, largest: TreeSize | None, fallback: Drafter) -> None:
         self.dice, self.largest, self.left, self.all, self.fallback = random.Random(seed), largest, 0, True, fallback
@@ -106,13 +103,9 @@ class Chance(Policy):
 
 
 @pytest.mark.cover(name=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Target) -> None:
-    """Bugs: what a row missed is read twice, at wrong positions or by the wrong row, rows join or
-    leave while all sleep, a grown tree does not fit what the last cycle's left, a spare drafts
-    behind another text: any of these moves a token, in a batch of 3 or alone (two of the requests).
-    Drawn rows: the ids depend on the trees by right, so only greedy ones are compared there."""
+    """Guards what rows missed, rows that join or leave asleep, and spares. Drawn ids depend on the trees by right."""
     requests = [
         Request(prompt, NEW - i, SAMPLINGS[i % len(SAMPLINGS)]) for i, prompt in enumerate((*PROMPTS, *PROMPTS[:2]))
     ]
@@ -130,11 +123,7 @@ def test_text_is_plain_decodings_however_a_session_sleeps(name: str, target: Tar
 
 
 class Spy(Drafter):
-    """Another drafter, whose drafts are written down: (position, row) -> the paths of tokens that may be accepted.
-
-    `waking`: only those of rows that have just read something. (With a window the others depend on
-    how the text was cut into cycles.)
-    """
+    """Another drafter; writes down (position, row) -> acceptable paths; `waking`: only of rows that have just read."""
 
     def __init__(self, drafter: Drafter, waking: bool = False) -> None:
         super().__init__(drafter.target)
@@ -207,16 +196,12 @@ class Awake(Quiet):
 
 
 @pytest.mark.cover(name=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("vanilla", "lookahead")])
 def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
     name: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: catching up loses a pair, shifts one, reads places that nothing was accepted in, or forgets what was
-    pending: the text stays right, the drafts become worse. Compared at every position with drafts of a session that
-    drafted at all of them; with 3 tokens that may wait at most, rows read while asleep. A greedy text for every method;
-    for every third also a drawn one; for those whose drawn text is another one, by right, a second greedy one.
-    Lookahead is left out: its window are n-grams of cycles that a sleeping one does not have; it begins a new one."""
+    """Bug: catching up loses or shifts a pair, or forgets what was pending: the text stays right, drafts become worse.
+    Against a session that drafts everywhere. Lookahead's window are n-grams of cycles that a sleeper does not have."""
     compared, behind, foretold = [0, 0], 0, 0
     first, second, drawn = (Sampling(), (5,), 1), (Sampling(), (11,), 2), (Sampling(1.0, seed=3), PROMPTS[2], 3)
     texts = [first, second] if name in DRAWN else turn(name, CASES, ([first, drawn], [first], [first]))
@@ -249,8 +234,7 @@ def test_a_draft_after_waking_is_that_of_a_session_that_never_slept(
 def test_a_prompt_waits_while_all_sleep(
     waiting: int, read: list[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bugs: a session that sleeps reads prompts that nobody will ask it about; or one that is too long to wait is lost.
-    The prompt has 6 tokens; the session drafts first in the cycle after eleven plain ones."""
+    """The head drafts after eleven plain cycles: a prompt is not read while all sleep, nor lost if too long."""
     monkeypatch.setattr(_sleep, "MAX_STORED_TOKENS", waiting)
     drafter, found = right_now_and_then("eagle2", target), list[tuple[int, int]]()
     session = drafter.open(1)
@@ -272,8 +256,7 @@ def test_a_prompt_waits_while_all_sleep(
 
 @pytest.mark.slow
 def test_chat_goes_on_after_a_nap(target: Target) -> None:
-    """Bug: what a row missed when its answer ended is held to be known: a text index then lacks it,
-    a head reads the wrong pairs."""
+    """Bug: what a row missed when its answer ended is held to be known: an index lacks it, a head reads wrong pairs."""
     for name in ("suffix", "eagle2", "small_model"):
         spies = [Spy(right_now_and_then(name, target)) for _ in range(2)]
         said: list[list[int]] = []
@@ -302,13 +285,10 @@ class SmallerTrees(Quiet):
 
 
 @pytest.mark.cover
-@pytest.mark.slow
 @pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
 def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:
-    """Bug: of a row whose request has ended, drafted or not in its last cycles, a longer path waits
-    to be read than the trees of the other row have now. A further request begins with the text of
-    that row, so what waits there must have been read."""
+    """Bug: an ended row, whose text a new request continues, waits with a longer path than trees have now."""
     drafter = right_now_and_then(name, target)
     if name == "small_model":
         kind = drafters.find(name)
@@ -328,9 +308,8 @@ def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: 
             requests.append(Request((*ended.prompt, *text, 9), 6))
             decoder.add(requests[-1])
     for number, request in enumerate(requests, 1):
-        assert [token for step in steps if step.request_id == number for token in step.tokens] == plain_decode(
-            target.model, request
-        )
+        tokens = [token for step in steps if step.request_id == number for token in step.tokens]
+        assert tokens == plain_decode(target.model, request)
     if name in ("eagle2", "small_model"):
         assert max(step.accepted for step in steps if step.request_id == 1) > 1
         assert len(requests) == 3
@@ -349,11 +328,9 @@ class Once(Quiet):
 
 def test_a_plain_cycle_forwards_the_root_alone(target: Target) -> None:
     """Bug: a sleeping head costs a tree, or a draft."""
-    widths: list[int] = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
     drafter = right_now_and_then("eagle2", target)
-    run(Decoder(target, with_policy(drafter, Once())), [Request((1, 2, 3), 12)])
-    hook.remove()
+    with widths_of(target.model) as widths:
+        run(Decoder(target, with_policy(drafter, Once())), [Request((1, 2, 3), 12)])
     assert widths == [3, *[1] * 11]
 
 
@@ -399,12 +376,9 @@ class Checked(Drafter):
 
 
 @pytest.mark.cover(law=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("law", SAMPLINGS)
 def test_head_spare_and_plain_by_turns_in_a_chat(law: Sampling, target: Target) -> None:
-    """Bugs: the spare lacks what others drafted or the prompt of another turn, hears something
-    twice, or keeps what a text was cut back from; or such a change moves a token. A second turn
-    that goes on, one that leaves the text early, another text."""
+    """Bug: the spare lacks what others drafted or said, hears it twice, or keeps what was cut."""
     fallback, drafter = Checked(target), right_now_and_then("eagle2", target)
     decoder = Decoder(target, with_policy(drafter, Turns(fallback)), reuse=True)
     said, kinds = list[int](), set[tuple[bool, bool]]()

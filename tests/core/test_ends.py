@@ -1,8 +1,4 @@
-"""Every way in which a text ends: drafts reach behind it, and nothing behind it is asked about.
-
-Each test predicts the text that goes on behind its end, so that every method drafts it, and counts
-on a processor that refuses whatever plain decoding does not ask about.
-"""
+"""Every way in which a text ends: drafts, predicted here, reach behind it, and nothing there is asked about."""
 
 from __future__ import annotations
 
@@ -94,17 +90,12 @@ def ends(sampling: Sampling) -> dict[str, tuple[dict[str, Any], Ended]]:
     }  # fmt: skip
 
 
-ENDS = (
-    "eos", "eos that min_tokens bans", "stop string", "stop that tells nothing", "length", "context", "structure",
-    "structure, min_tokens",
-)  # fmt: skip
-PAIRS = itertools.product(enumerate(drafters.names()), enumerate(ENDS))
+PAIRS = itertools.product(enumerate(drafters.names()), enumerate(ends(SAMPLINGS[0])))
 CASES = [(name, end, SAMPLINGS[(i + k) % 2]) for (i, name), (k, end) in PAIRS]
 
 
 def answer(name: str, end: str, sampling: Sampling, prediction: tuple[int, ...]) -> tuple[list[int], str | None]:
-    """The new tokens of a request, and why it finished. Its processor fails on texts that have ended,
-    and sees none, where it is known beforehand what ends them."""
+    """New tokens and finish; the processor fails on texts that have ended, and sees none if that is foreseen."""
     fields, ended = ends(sampling)[end]
     behind = list[tuple[int, ...]]()
 
@@ -125,8 +116,7 @@ def answer(name: str, end: str, sampling: Sampling, prediction: tuple[int, ...])
 @pytest.mark.quick("eagle2-*", "suffix-stop*", "vanilla-structure*", "lookahead-eos")
 @pytest.mark.parametrize(("name", "end", "sampling"), CASES, ids=[f"{name}-{end}" for name, end, _ in CASES])
 def test_nothing_is_asked_behind_the_end(name: str, end: str, sampling: Sampling) -> None:
-    """Guards every end of a text: a processor that knows no text behind it failed the request with
-    drafts (a stop string, a structure's end under min_tokens) and not without."""
+    """Guards every end: a processor that knows no text behind it failed the request with drafts alone."""
     plain, finish = answer("vanilla", end, sampling, ())
     predicted = tuple(plain) + (free_text(sampling) if "structure" in end else free_text(sampling)[len(plain) :])
     tokens, last = answer(name, end, sampling, predicted or free_text(sampling))
@@ -137,8 +127,7 @@ def test_nothing_is_asked_behind_the_end(name: str, end: str, sampling: Sampling
 
 
 def test_open_nodes() -> None:
-    """Guards the rule itself: nodes that end the text and all below them are closed, whichever way
-    they end it; the root never is."""
+    """Guards the rule: nodes that end the text, and all below them, are closed; the root never is."""
     parents, tokens = [-1, 0, 1, 2, 0, 4, 5], [7, 1, 2, 3, 9, 2, 3]
     everything = {0: (), 1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (9,), 5: (9, 2), 6: (9, 2, 3)}
     assert TextEnd().open_nodes(parents, tokens) == everything
@@ -154,8 +143,7 @@ def test_open_nodes() -> None:
 
 @pytest.mark.parametrize("eos", [{-1}, {zoo.VOCAB}, {-1, -2, zoo.VOCAB + 7}])
 def test_ids_that_the_target_does_not_have_end_nothing(eos: set[int]) -> None:
-    """Guards transformers' -1 for "no end": with min_tokens it banned the last token of the vocabulary.
-    That token has the best chance here."""
+    """Guards transformers' -1 for "no end": min_tokens then banned the last token, the likeliest here."""
     likes_last = Sampling(logit_bias=((zoo.VOCAB - 1, 100.0),))
     asked = [Request(PROMPT, 6, sampling, frozenset(eos), min_tokens=4) for sampling in (likes_last, *SAMPLINGS)]
     tokens, _ = run(Decoder(target(), make("eagle2", target()), 2), asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
@@ -12,7 +14,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import FitError, InputError, ModelError
+from eyas.errors import FitError, InputError, ModelError, OptionError
 from reference import Oracle, plain_decode, run
 from wishes import wished
 
@@ -51,8 +53,7 @@ def test_length_is_cut_exactly(oracle: Oracle, answer: list[int]) -> None:
 
 
 def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
-    """Guards stopping inside an accepted path; the EOS itself is the last id. Several EOS ids: the
-    first to come counts."""
+    """Guards stopping inside an accepted path; the EOS is the last id; of several the first to come counts."""
     for place in range(12):
         token, first = answer[place], answer.index(answer[place])
         ending, stopping = frozenset({token, 10_000}), lambda t, token=token: t == token
@@ -62,29 +63,10 @@ def test_eos_and_stop_callable(oracle: Oracle, answer: list[int]) -> None:
             assert steps[-1].finish == "stop"
 
 
-@pytest.mark.slow
-def test_rows_join_and_leave_between_cycles(target: Target) -> None:
-    """Guards late arrivals: requests added while others run get the same tokens, and seeds stay with their rows."""
-    method = drafters.find("eagle2").random(target, seed=2)
-    requests = [Request(tuple(range(3 + 4 * i, 12 + 7 * i)), 10 + i, Sampling(0.9 * (i % 2), seed=i)) for i in range(6)]
-    alone = [run(Decoder(target, method), [r])[0][0] for r in requests]
-    decoder, tokens, added = Decoder(target, method, rows=2), {}, 0
-    while added < len(requests) or not decoder.finished:
-        if added < len(requests):
-            decoder.add(requests[added])
-            added += 1
-        for _ in range(3):
-            for step in decoder.step():
-                tokens.setdefault(step.request_id, []).extend(step.tokens)
-    assert [tokens[i + 1] for i in range(6)] == alone
-
-
 @pytest.mark.cover(name=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 def test_prefix_reuse(target: Target, name: str) -> None:
-    """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch,
-    wherever the two part."""
+    """Guards chat: a prompt that begins like the row's leftovers is answered as if from scratch, wherever they part."""
     kind = drafters.find(name)
     method = kind.random(target, seed=3)
     decoder = Decoder(target, method, rows=1, reuse=True)
@@ -97,20 +79,6 @@ def test_prefix_reuse(target: Target, name: str) -> None:
     whole = Request(tuple(conversation), 5)
     assert run(decoder, [whole])[0][0] == plain_decode(target.model, whole)
     assert run(decoder, [first])[0][0] == run(decoder, [first])[0][0] == conversation[len(PROMPT) :]
-
-
-@pytest.mark.slow
-def test_reuse_saves_the_work(target: Target) -> None:
-    """Guards that reuse happens at all: a second turn forwards only what is new."""
-    method = drafters.find("eagle2").random(target, seed=3)
-    decoder = Decoder(target, method, rows=1, reuse=True)
-    conversation = list(range(100)) + run(decoder, [Request(tuple(range(100)), 20)])[0][0]
-    widths: list[int] = []
-    hook = target.model.model.embed_tokens.register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
-    decoder.add(Request((*conversation, 7, 8, 9), 1))
-    decoder.step()
-    hook.remove()
-    assert widths[0] < 20, widths
 
 
 def test_cancel_leaves_everything_usable(target: Target) -> None:
@@ -126,36 +94,23 @@ def test_cancel_leaves_everything_usable(target: Target) -> None:
     assert run(decoder, [Request(PROMPT, 12)])[0][0] == plain_decode(target.model, Request(PROMPT, 12))
 
 
-@pytest.mark.slow
-def test_processors_run_with_each_nodes_own_prefix(target: Target) -> None:
-    """Guards the slow path: Hugging Face processors that look at the prefix give what generate gives."""
+@pytest.mark.parametrize("own", [False, True], ids=["processors", "penalty"])
+def test_each_node_has_its_own_prefix(target: Target, own: bool) -> None:
+    """Guards generate's processors and our penalty inside the tree: ancestors count, cousins do not."""
+    slow = () if own else (NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7))
+    asked: Any = {"repetition_penalty": 1.4} if own else {"logits_processor": LogitsProcessorList(slow)}
     ids = torch.tensor([PROMPT])
-    processors = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7)]
-    theirs = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
-        logits_processor=LogitsProcessorList(processors),
-    )[0, len(PROMPT) :].tolist()  # fmt: skip
+    asked |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    theirs = target.model.generate(ids, max_new_tokens=30, **asked)[0, len(PROMPT) :].tolist()
+    request = wished(PROMPT, 30, Sampling(repetition_penalty=1.4 if own else 1.0), processors=slow)
     for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle2").random(target, seed=4)):
-        assert run(Decoder(target, method), [wished(PROMPT, 30, processors=tuple(processors))])[0][0] == theirs
-
-
-def test_own_penalty_equals_generate(target: Target) -> None:
-    """Guards the repetition penalty inside the tree: each node's prefix counts its ancestors, not its cousins."""
-    ids = torch.tensor([PROMPT])
-    theirs = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=-1, pad_token_id=0,
-        repetition_penalty=1.4,
-    )[0, len(PROMPT) :].tolist()  # fmt: skip
-    request = Request(PROMPT, 30, Sampling(repetition_penalty=1.4))
-    for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle1").random(target)):
         assert run(Decoder(target, method), [request])[0][0] == theirs
 
 
 @pytest.mark.quick("256")
 @pytest.mark.parametrize("length", [245, 248, 254, 255, 256])
 def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> None:
-    """Guards the cache's edge: a commit writes as many slots as the deepest path could have,
-    however few nodes were verified."""
+    """Guards the cache's edge: a commit writes the deepest path's slots, however few nodes were verified."""
     request = Request((tuple(range(100)) * 3)[:length], 6)
     small = {"tree.nodes": 3, "tree.depth": 8}
     kind = drafters.find("eagle2")
@@ -166,25 +121,30 @@ def test_a_path_longer_than_the_tree_has_nodes(target: Target, length: int) -> N
 @pytest.mark.quick("llama_dynamic")
 @pytest.mark.parametrize("family", ["gpt2", "llama_dynamic", "phi3_longrope"])
 def test_up_to_the_last_position_of_the_context(family: str) -> None:
-    """Guards the edge: tree nodes past the context must not index past a table of learned
-    positions, nor reach the length at which dynamic NTK and longrope change every frequency."""
+    """Guards nodes past the context: tables of positions, lengths at which dynamic NTK and longrope change."""
     target = Target((zoo.FAMILIES | zoo.SWITCHING)[family]())
     request = Request(tuple(int(x) for x in torch.arange(target.context - 12) % 100), 12)
     method = drafters.find("eagle2").random(target)
     assert run(Decoder(target, method), [request])[0][0] == plain_decode(target.model, request)
 
 
-def test_refusals(target: Target) -> None:
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"prompt": ()}, "empty"),
+    ({"prompt": (1, 4000)}, "token id 4000 is outside the target's vocabulary of 160"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+    ({"max_new_tokens": 512}, "exceed the target's context of 512"),
+    ({"sampling": Sampling(logit_bias=((160, 1.0),))}, "logit_bias: token id 160 is outside the target's"),
+    ({"min_tokens": 6}, r"min_tokens must be from 0 to max_new_tokens \(5\), got 6"),
+    ({"logprobs": 161}, r"logprobs must be from 0 to the size of the vocabulary \(160\), got 161"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0"),
+    ({"prediction": (1, 4000)}, "prediction: token id 4000 is outside the target's vocabulary"),
+    *(({"drafting": wrong}, "drafting must be auto, off or a number of draft") for wrong in (0, -1, True, "on", 1.5)),
+])  # fmt: skip
+def test_refusals(target: Target, fields: dict[str, Any], message: str) -> None:
     """Guards bad requests: refused when added, before anything runs, with the numbers."""
     decoder = Decoder(target, drafters.find("vanilla")(target))
-    for prompt, new, said in (
-        ((), 5, "empty"),
-        ((1, 4000), 5, f"token id 4000 is outside the target's vocabulary of {target.vocab_size}"),
-        ((1,), 0, "max_new_tokens must be 1 or more, got 0"),
-        ((1,), 512, "exceed the target's context of 512"),
-    ):
-        with pytest.raises((InputError, FitError), match=said):
-            decoder.add(Request(prompt, new))
+    with pytest.raises((InputError, FitError, OptionError), match=message):
+        decoder.add(wished(**{"prompt": (1,), "max_new_tokens": 5, **fields}))
     assert decoder.finished
 
 

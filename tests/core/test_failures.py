@@ -1,5 +1,4 @@
-"""A request that fails ends with an error of its own: the requests beside it and after it get the
-text that they get alone."""
+"""A request that fails ends with an error of its own: those beside it and after it get the text that they get alone."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ PROMPTS = ((5, 9, 100, 3), (12, 9, 31, 8, 40), (60, 61, 62))
 
 
 class Poisoned:
-    """A runner that fills what a request's row holds with NaN as soon as a forward begins with the
-    token POISON there."""
+    """A runner that fills a request's row with NaN as soon as a forward begins with the token POISON there."""
 
     decoder: Decoder | None = None  # whose empty rows are spared: their tokens are nobody's
 
@@ -47,7 +45,6 @@ class Poisoned:
         output = self.runner(inputs)
         for r, token in enumerate(inputs.tokens_RQ[:, 0].tolist()):
             b = inputs.rows[r]
-            assert self.decoder is not None
             if token == POISON and b not in self.decoder.prompts.empty:
                 output.logits_BNV[r] = output.features_BNF[r] = torch.nan
                 for store in inputs.cache.stores:
@@ -112,8 +109,7 @@ def check_isolation(
     answered: list[tuple[Request, list[int]]],
     reuses: tuple[bool, ...] = (False, True),
 ) -> None:
-    """The failing request comes between others, in two rows, twice; all others get their own texts,
-    and the failing one the tokens that it gets without drafts."""
+    """The failing request comes twice between others, in two rows; it gets what it gets without drafts."""
     requests = [answered[0][0], failing, answered[1][0], failing, answered[2][0], answered[0][0]]
     expected = [answered[0][1], None, answered[1][1], None, answered[2][1], answered[0][1]]
     exact = method_name(drafter) not in DRAWN
@@ -137,11 +133,9 @@ def check_isolation(
 
 
 @pytest.mark.cover(name=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.names())
 def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, list[int]]], name: str) -> None:
-    """Guards masked slots: a hidden key has weight 0, and 0 x NaN is NaN, so the next request of the row would fail as
-    well. Once in a cycle, once in the prompt; one of them with texts that are kept, by turns from method to method."""
+    """Guards masked slots (0 x NaN is NaN), after a failure in a cycle and in a prompt, texts kept or not."""
     target = Target(model)
     target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
     late = wished((5, 6, 7), 12, processors=(forced(POISON, 5),))
@@ -189,8 +183,7 @@ def raises(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2)])
 def test_a_processor_that_raises(model: Any, healthy: Any, name: str, sampling: Sampling) -> None:
-    """Guards the other rows of the batch, which ended with the processor's exception; its name and
-    reason stand in one line."""
+    """Guards the other rows of the batch; the processor's name and reason stand in one line."""
     failing = wished((5, 6, 7), 12, sampling, processors=(raises,))
     said = "processor raises raised KeyError: 'no such\\nprefix'"
     check_isolation(make(name, Target(model)), failing, InputError, said, healthy)
@@ -209,8 +202,7 @@ def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]
 
 @pytest.mark.slow
 def test_a_processor_that_raises_off_the_path_harms_nobody(model: Any) -> None:
-    """Guards losslessness: plain decoding never meets a prefix that is drafted and not taken, so
-    what happens there fails nothing."""
+    """Guards losslessness: a prefix that is drafted and not taken fails nothing."""
     prompt, seed = (5, 9, 100, 3), Sampling(1.0, seed=1)
     text = [*prompt, *plain_decode(model, Request(prompt, 20, seed))]
     met = []

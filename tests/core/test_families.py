@@ -1,8 +1,5 @@
-"""Every fact that `describe` returns about a family is checked by a forward of the model itself.
-
-B rows, N tokens or nodes, D hidden. No test here can pass by luck: a wrong scale, mask or window moves logits by 0.01
-and more, a hundred times the tolerance; differences in float32 rounding stay below 1e-5.
-"""
+"""Every fact that `describe` returns about a family is checked by a forward of the model itself: a wrong scale, mask or
+window moves logits by 0.01 and more, a hundred times the tolerance."""
 
 from __future__ import annotations
 
@@ -100,8 +97,7 @@ def plain_gap(model: PreTrainedModel, family: Family) -> float:
 
 @torch.no_grad()
 def tree_gap(model: PreTrainedModel, family: Family) -> float:
-    """The largest difference between a node's logits in one forward over the tree and those of a
-    plain forward over its path."""
+    """The largest difference between nodes' logits in one forward over the tree and in forwards over their paths."""
     total = PREFIX + len(PARENTS)
     ids = tokens(1, total, seed=1)
     allowed = torch.ones(total, total, dtype=torch.bool).tril()
@@ -129,8 +125,7 @@ class TestServed:
 
     @torch.no_grad()
     def test_embed(self, name: str) -> None:
-        """An embedding scale forgotten, or applied twice. GPT-2 adds positions to hidden_states[0];
-        embed leaves them out."""
+        """An embedding scale forgotten, or applied twice. GPT-2's positions are in hidden_states[0], not in embed."""
         model, family = served(name)
         ids = tokens(2, LENGTH)
         first = model(ids, use_cache=False, output_hidden_states=True).hidden_states[0]

@@ -1,10 +1,5 @@
-"""The joint law of several tokens over several cycles of a hybrid target: counts of whole texts
-against exact probabilities.
-
-The target is a tiny LFM2 with a vocabulary of three tokens; a random small model drafts, and its
-children are drawn from its own q. So a wrong state after an accepted path changes the law of the
-tokens that follow. Power: with states that are not committed the test rejects.
-"""
+"""The joint law of several tokens over several cycles of a hybrid target, a tiny LFM2 of three tokens: a wrong state
+after an accepted path of the drawn tree changes the law of what follows."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import zoo
+from core.test_joint_law import deviations
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
@@ -41,7 +37,7 @@ def exact(model: PreTrainedModel) -> torch.Tensor:
 
 
 def surprise(model: PreTrainedModel) -> float:
-    """z of the chi-square of decoded texts against their probabilities; rare texts count as one."""
+    """z of the chi-square of decoded texts against their probabilities."""
     target, small = Target(model), find("small_model")
     drafter = small.random(target, build_options(small.Options, {"depth": 2, "net.layers": 1, "net.width": 32}), seed=2)
     requests = [Request(PROMPT, T, Sampling(1.0, seed=seed)) for seed in range(COUNT)]
@@ -49,11 +45,7 @@ def surprise(model: PreTrainedModel) -> float:
     assert sum(step.accepted for step in steps) > COUNT, "drafts must be accepted, or this proves little"
     weights = V ** torch.arange(T - 1, -1, -1)
     counts = torch.bincount((torch.tensor(tokens) * weights).sum(1), minlength=V**T).double()
-    expected = exact(model) * COUNT
-    rare = expected < 5
-    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
-    chi, freedom = float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1
-    return (chi - freedom) / (2 * freedom) ** 0.5
+    return deviations(counts, exact(model) * COUNT)
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Targets with recurrent or convolutional state: every family of them, every method, prompts in
-chunks, kept texts, and laws.
+"""Targets with recurrent or convolutional state: every family, every method, prompts in chunks, kept texts, and laws.
 
-Plain decoding is here the model's own: one token after another with transformers' cache. Some of these models (Zamba 2,
-Nemotron-H) give logits that differ by 1e-3 when they read many tokens at once, so full forwards would be another
-target. Prompts are read in one piece there, and here in chunks too.
-"""
+Plain decoding is here the model's own, one token after another with its cache: Zamba 2 and Nemotron-H give logits that
+differ by 1e-3 when they read many tokens at once, so full forwards would be another target."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from eyas.drafters import Drafter, DraftSession, small_model
 from eyas.errors import ModelError
 from eyas.targets.recurrent import state_modules
 from eyas.targets.state_modules import Level, tree_levels
-from reference import Oracle, plain_decode, run
+from reference import Oracle, generated, plain_decode, run, run_at_random
 from runners import test_cpu
 from test_lossless import DRAWN, SAMPLINGS, make
 
@@ -76,9 +73,7 @@ def requests(family: str, count: int, samplings: tuple[Sampling, ...]) -> Answer
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_an_oracle(family: str) -> None:
-    """Guards the states of nodes, their commits, and rows that join and leave: a state of another
-    node or row changes some token. The oracle's trees branch, and its long paths are accepted, so
-    that rows commit different numbers of nodes. All requests in three rows, two of them in one."""
+    """Guards states of nodes, commits, rows that join and leave: a state of another node or row changes some token."""
     answered = requests(family, 5, SAMPLINGS)
     answers = {request.prompt: list(tokens) for request, tokens in answered}
     for nodes, depth, rows, count in ((12, 5, 3, 5), (7, 6, 1, 2)):
@@ -92,15 +87,11 @@ def test_every_family_with_an_oracle(family: str) -> None:
 
 
 @pytest.mark.cover(family=6)
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_generate(family: str) -> None:
     """Guards plain decoding itself."""
     for request, expected in requests(family, 2, (GREEDY,)):
-        ids = torch.tensor([request.prompt])
-        limits = {"max_new_tokens": request.max_new_tokens, "eos_token_id": -1, "pad_token_id": 0}
-        theirs = model(family).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
-        assert tuple(theirs[0, len(request.prompt) :].tolist()) == expected
+        assert tuple(generated(model(family), request.prompt, request.max_new_tokens)) == expected
 
 
 SOME = ("vanilla", "suffix", "eagle1", "eagle2", "self_speculative", "small_model")  # one of each kind of session
@@ -118,8 +109,7 @@ METHODS = [
 @pytest.mark.quick("suffix-*")
 @pytest.mark.parametrize(("name", "family"), METHODS)
 def test_every_method(name: str, family: str) -> None:
-    """Guards each method with rows of different ages, two at a time; where children are sampled,
-    rows equal what they are alone."""
+    """Guards each method with rows of different ages; where children are sampled, rows equal what they are alone."""
     drafter, answered = method(name, family), requests(family, 3, SAMPLINGS)
     together = run(Decoder(drafter.target, drafter, 2), [request for request, _ in answered])[0]
     for (request, expected), got in zip(answered, together, strict=True):
@@ -179,9 +169,7 @@ KEPT = [
 @pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", KEPT)
 def test_chats_keep_their_state(family: str) -> None:
-    """A turn is read on from the end of the last answer, also where the accepted path went on
-    behind its EOS; the ids are those of a new decoder. Another prompt starts anew; one that shares
-    only the first prompt starts at the first prompt's end."""
+    """A turn goes on from the last one's end, also behind its EOS; others start anew or behind a shared prompt."""
     dice, known = random.Random(1), 0
     prompt: tuple[int, ...] = (5, 6, 7, 8, 9, 10, 11)
     texts: list[tuple[int, ...]] = []
@@ -230,21 +218,12 @@ def test_a_stream_that_is_closed_early(family: str) -> None:
 
 
 @pytest.mark.cover
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("suffix", "lfm2"),
-        ("suffix", "jamba"),
-        ("eagle2", "jamba"),
-        ("eagle2", "qwen3_next"),
-        ("small_model", "lfm2"),
-        *itertools.product(("suffix", "eagle2", "small_model"), BY_KERNELS),
-    ],
-)
+@pytest.mark.parametrize(("name", "family"), [
+    ("suffix", "lfm2"), ("suffix", "jamba"), ("eagle2", "jamba"), ("eagle2", "qwen3_next"), ("small_model", "lfm2"),
+    *itertools.product(("suffix", "eagle2", "small_model"), BY_KERNELS),
+])  # fmt: skip
 def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> None:
-    """Requests come at random moments, share prefixes with texts that are kept or in flight, and
-    are read in chunks of 7 tokens."""
+    """Requests come at random moments and share prefixes with texts that are kept or in flight."""
     drafter, dice = method(name, family), random.Random(2)
     begin = tuple(dice.randrange(zoo.VOCAB) for _ in range(21))
     prompts = [
@@ -256,18 +235,12 @@ def test_prompts_in_chunks_behind_shared_prefixes(name: str, family: str) -> Non
         Request(prompt, 9, SAMPLINGS[i % 2] if name != "small_model" else GREEDY) for i, prompt in enumerate(prompts)
     ]
     decoder = Decoder(target(family), drafter, 2, reuse=True, prefill_budget=7)
-    tickets, tokens = list[int](), dict[int, list[int]]()
-    while len(tickets) < len(wanted) or not decoder.finished:
-        if len(tickets) < len(wanted) and (decoder.finished or dice.random() < 0.3):
-            tickets.append(decoder.add(wanted[len(tickets)]))
-        for step in decoder.step():
-            tokens.setdefault(step.request_id, []).extend(step.tokens)
-    assert [tuple(tokens[request_id]) for request_id in tickets] == [answer(family, request) for request in wanted]
+    tokens, _ = run_at_random(decoder, wanted, seed=2)
+    assert [tuple(ids) for ids in tokens] == [answer(family, request) for request in wanted]
 
 
 def test_a_draft_models_state_is_kept_by_its_length() -> None:
-    """Bug: while another row decoded, the state of a prompt was kept as a longer one's, and the next prompt with the same
-    beginning drafted from it. The target drafts for itself here, so every draft is right."""
+    """Bug: a prompt's state was kept as a longer one's, and the next prompt drafted from it, wrongly."""
     own, prompt = target("jamba"), tuple(range(3, 24))
     drafter = small_model.Method(own, small_model.Options(depth=3), own)
     decoder = Decoder(own, drafter, 3, reuse=True, prefill_budget=7)
@@ -322,8 +295,7 @@ def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
 def test_projections_run_once_for_all_levels(
     family: str, first: int, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the cost: the weights of a state module's projections are read once per pass, not once
-    per level. Falcon-H1 scales its input first, so its input projection is none of them."""
+    """Guards the cost: a pass, not a level, reads projections once; Falcon-H1 scales its input, so it has one less."""
     one = state_modules(target(family))[0]
     assert (len(one.first), one.last is not None) == (first, last)
     session, sizes = target(family).open(1), list[tuple[int, ...]]()

@@ -55,8 +55,7 @@ def then(state: Tensor, token: Tensor) -> Tensor:
 
 
 def net_steps(state_B: Tensor, logits_SV: Tensor, confidence: float = 0.0) -> DraftNetSteps:
-    """A draft net whose hidden state is the state of the prefix; below `confidence` nothing is
-    drafted behind a token (small_model)."""
+    """A draft net whose hidden state is the prefix's state; below `confidence` nothing is drafted behind a token."""
 
     def expand(tokens_BQ: Tensor, hidden_BQ2: Tensor, visible_BQT: Tensor, level: int) -> Tensor:
         state_BQ, live_BQ = hidden_BQ2[..., 0].long(), hidden_BQ2[..., 1].bool()
@@ -98,8 +97,7 @@ def at_most(rule: Rule, most: int) -> Rule:
 
 
 def with_predictions(rule: Rule) -> Rule:
-    """Every third row has a chain of the tokens 0 1 beside its sampled tree, and is verified as
-    chosen; the others as sampled."""
+    """Every third row has a chain 0 1 beside its sampled tree and is verified as chosen; the others as sampled."""
 
     def draft(cycle: CycleInput, state_B: Tensor) -> Draft:
         sampled, deterministic_B = rule(cycle, state_B), torch.arange(len(state_B)) % 3 == 0
@@ -139,8 +137,7 @@ class ReadTwice(GumbelNoise):
 
 
 class ByAbsolutePosition(GumbelNoise):
-    """The keys that block verification had: the test of prefix n read the number of position root +
-    n, which later cycles read again."""
+    """The keys that block verification had: the test of prefix n read the number of position root + n."""
 
     def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
         if stream == self.BLOCK:
@@ -191,10 +188,13 @@ def z_of(text_BT: Tensor, law: Sampling = PLAIN) -> float:
         log_p_X += logits_XV.log_softmax(-1).gather(1, text_XT[:, k : k + 1])[:, 0]
         state_X = then(state_X, text_XT[:, k])
     number_B = (text_BT * V ** torch.arange(T - 1, -1, -1)).sum(1)
-    expected_X, counted_X = len(text_BT) * log_p_X.exp(), torch.bincount(number_B, minlength=len(text_XT)).double()
-    rare_X = expected_X < 5  # counted together
-    expected = torch.cat([expected_X[~rare_X], expected_X[rare_X].sum()[None]])
-    counted = torch.cat([counted_X[~rare_X], counted_X[rare_X].sum()[None]])
+    return deviations(torch.bincount(number_B, minlength=len(text_XT)).double(), len(text_BT) * log_p_X.exp())
+
+
+def deviations(counted_X: Tensor, expected_X: Tensor) -> float:
+    """How many standard deviations chi-square is above its mean; rare texts are counted together."""
+    rare_X = expected_X < 5
+    counted, expected = (torch.cat([x[~rare_X], x[rare_X].sum()[None]]) for x in (counted_X, expected_X))
     freedom = len(expected) - 1
     return float((((counted - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
@@ -204,21 +204,16 @@ def noise_of(kind: type[GumbelNoise], rows: int = ROWS) -> GumbelNoise:
 
 
 @pytest.mark.cover("block", "block and tree", rule=8)
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_law_is_the_targets(rule: str) -> None:
-    """Guards the keys of every random number that verification and drafting read: block verification once read the
-    numbers of refused prefixes again in the next cycle, and one text had probability 0.036 instead of 0.026."""
+    """Guards the key of every random number: blocks once read those of refused prefixes again in the next cycle."""
     assert abs(z_of(decode(RULES[rule], noise_of(GumbelNoise)))) < 4
 
 
 @pytest.mark.cover(rule=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "tree", "confident chain", "dynamic tree", "block and tree"])
 def test_the_joint_law_with_penalties(rule: str) -> None:
-    """Guards the text of each node in p and in q, cycle after cycle: with a count that is one off,
-    or without the penalties in q_BNV, the texts have another law. The test itself: the law without
-    penalties is far from these texts."""
+    """Guards each node's text in p and in q, cycle after cycle; the law without penalties is far away."""
     text_BT = decode(RULES[rule], noise_of(GumbelNoise), PENALISED)
     assert abs(z_of(text_BT, PENALISED)) < 4
     assert z_of(text_BT) > 100
@@ -226,7 +221,6 @@ def test_the_joint_law_with_penalties(rule: str) -> None:
 
 @pytest.mark.cover(rule=4)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.slow
 def test_numbers_that_are_read_twice_are_noticed(rule: str) -> None:
     """The power of the test above."""
     assert z_of(decode(RULES[rule], noise_of(ReadTwice, ROWS // 4))) > 20

@@ -1,5 +1,4 @@
-"""Prompts with images: every method gives the text of transformers' generate, and no prompt reads
-the keys of another image."""
+"""Prompts with images: every method gives the text of transformers' generate, and none reads another image's keys."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def another_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.quick("llava")
 def test_plain_decoding_is_generate(kind: str, target: Target) -> None:
-    """Guards positions, masks and keys behind images, and a shift of positions that an earlier prompt leaves behind."""
+    """Guards positions, masks and keys behind images, and a shift that an earlier prompt leaves behind."""
     llm = eyas.load(target.model, method="vanilla", tokenizer=False)
     first, several = prompt_with_image(kind, 0), prompt_with_image(kind, 1, images=2)
     prompts = [first, text_alone(0), several, prompt_with_image(kind, 2, before=0)]
@@ -97,11 +96,9 @@ PAIRS = [
 
 
 @pytest.mark.cover(name=4)
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_every_method(name: str, model: str) -> None:
-    """Guards what a method makes of such prompts, each of one kind of model, EAGLE-3 of all. Three
-    rows; prefixes are reused where that is right; prompts in chunks, by turns."""
+    """Guards each method on one kind of model, EAGLE-3 on all: three rows, reused prefixes, prompts in chunks."""
     kind, target = model, Target(make_model(model))
     requests = [r for r in requests_of(kind) if r.sampling.greedy or name not in DRAWN]
     expected = [run(Decoder(target, make("vanilla", target)), [request])[0][0] for request in requests]
@@ -111,7 +108,6 @@ def test_every_method(name: str, model: str) -> None:
 
 
 @pytest.mark.cover(kind=1)
-@pytest.mark.slow
 def test_long_paths(kind: str, target: Target) -> None:
     """Guards trees behind images: paths of several nodes are accepted, with three rows."""
     requests = [
@@ -177,8 +173,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 def test_layers_that_attend_to_images_apart() -> None:
-    """Mllama's text attends to an image in layers of its own, at every token; eyas kept the text's keys alone, and
-    decoded as if there were no image."""
+    """Bug: Mllama attends to an image in layers of its own, and was decoded as if there were none."""
     image = {"pixel_values": torch.randn(1, 1, 1, 3, 8, 8), "aspect_ratio_ids": torch.ones(1, 1).long()}
     llm = eyas.load(mllama(), method="vanilla", tokenizer=False)
     prompt = {**text_alone(0), "aspect_ratio_mask": torch.ones(1, 1, 1).long(), **image}
@@ -219,8 +214,7 @@ def test_models_of_text_alone() -> None:
 
 @pytest.mark.slow
 def test_messages_with_images(tmp_path: Path) -> None:
-    """Guards the way of a user: an image on disk, or in memory, in a message. The ids are those of
-    transformers by the same processor."""
+    """Guards an image on disk, or in memory, in a message: the ids of transformers by the same processor."""
     llm = eyas.load(with_processor(tmp_path / "llava"), "suffix")
     image = Image.effect_noise((20, 12), 90).convert("RGB")
     image.save(tmp_path / "image.png")
@@ -256,8 +250,7 @@ def test_messages_that_are_refused(processor: bool, part: dict[str, Any], messag
 @pytest.mark.quick("qwen2_5_vl-True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_attached(kind: str, sampled: bool) -> None:
-    """Guards transformers' own call with a processor's output. Sampled: eyas draws its own noise,
-    so drafting is compared with none."""
+    """Guards transformers' own call with a processor's output; sampled drafts are compared with none."""
     model, prompt = make_model(kind), prompt_with_image(kind, 0)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": sampled}
     texts = []

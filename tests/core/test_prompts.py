@@ -1,11 +1,9 @@
-"""Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: the same
-ids, for every method."""
+"""Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: ids stay, for every method."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -24,7 +22,7 @@ from eyas.core.totals import StepTotals
 from eyas.drafters import Drafter
 from eyas.errors import OptionError
 from eyas.timing import StageTimer
-from reference import plain_decode
+from reference import plain_decode, run, run_at_random, widths_of
 from test_lossless import DRAWN, SAMPLINGS
 
 QUICK = {"eagle2", "suffix"}
@@ -41,7 +39,7 @@ def plain(target: Target, request: Request) -> list[int]:
 
 @cache
 def alone(name: str, target: Target, request: Request) -> list[int]:
-    return decode(Decoder(target, method_of(name, target)), [request], 0)[0][0]
+    return run(Decoder(target, method_of(name, target)), [request])[0][0]
 
 
 def method_of(name: str, target: Target, seed: int = 0) -> Drafter:
@@ -55,19 +53,6 @@ def method_of(name: str, target: Target, seed: int = 0) -> Drafter:
 def settings_of(name: str, *settings: Setting) -> set[Setting]:
     """Return the method's one of the settings, and the first one where ids show what was drafted."""
     return {turn(name, CASES, settings), *(settings[:1] if name in DRAWN else ())}
-
-
-def decode(decoder: Decoder, requests: list[Request], seed: int) -> tuple[list[list[int]], list[Step]]:
-    """All requests, added at random moments while others run: new tokens in the order of the
-    requests, and every step."""
-    dice, tickets, tokens, steps = random.Random(seed), list[int](), dict[int, list[int]](), list[Step]()
-    while len(tickets) < len(requests) or not decoder.finished:
-        if len(tickets) < len(requests) and (decoder.finished or dice.random() < 0.4):
-            tickets.append(decoder.add(requests[len(tickets)]))
-        for step in decoder.step():
-            tokens.setdefault(step.request_id, []).extend(step.tokens)
-            steps.append(step)
-    return [tokens[request_id] for request_id in tickets], steps
 
 
 def check(name: str, target: Target, requests: list[Request], found: list[list[int]], where: str) -> None:
@@ -86,16 +71,12 @@ def prompts_of(target: Target) -> list[Request]:
 
 
 @pytest.mark.cover(name=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
-    """Bugs: a cycle of other rows overwrites what a session keeps of a row whose prompt is read
-    half (its pending pair or tokens), or the slots of its chunks; a chunk's first pair is lost or
-    read twice. Each would change drafts at least (the next test), and ids of sampled children.
-    Every method has one of the budgets; those that draw their children have the smallest one too."""
+    """Guards what a session keeps of a prompt that is half read: other rows' cycles, slots, a chunk's first pair."""
     requests = prompts_of(target)
     for budget, rows, seed in settings_of(name, (1, 3, 1), (7, 2, 2), (25, 4, 3)):
-        tokens, steps = decode(
+        tokens, steps = run_at_random(
             Decoder(target, method_of(name, target, seed), rows, prefill_budget=budget), requests, seed
         )
         check(name, target, requests, tokens, f"budget {budget}")
@@ -103,11 +84,9 @@ def test_prompts_in_chunks_between_cycles(name: str, target: Target) -> None:
 
 
 @pytest.mark.cover(name=8)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("vanilla", "rest", "eagle2 by chance")])
 def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
-    """Bug: ids stay right and drafts become worse, because a row's state was disturbed between two chunks. The first
-    drafts of a row whose prompt was read beside running rows are those of a prompt that was read at once."""
+    """Bug: a row's state is disturbed between chunks: first drafts are those of a prompt that was read at once."""
     drafter, prompt = right_now_and_then(name, target), tuple(range(30, 71))
     first = []
     for budget in (None, 6):
@@ -117,7 +96,6 @@ def test_drafts_do_not_depend_on_chunks(name: str, target: Target) -> None:
         request_id = decoder.add(Request(prompt, 2))
         while not (cycles := [step for step in decoder.step() if step.request_id == request_id and not step.prefill]):
             pass
-        assert cycles[0].draft is not None
         first.append((cycles[0].draft.tokens_BN[1].tolist(), cycles[0].draft.tree.acceptable_BN[1].tolist()))
     drafted = [[token for token, good in zip(tokens, candidates, strict=True) if good] for tokens, candidates in first]
     assert drafted[0] == drafted[1]  # without padding: a text drafter's trees are padded to the longest of all rows
@@ -133,15 +111,12 @@ def shared_prompts(target: Target) -> list[Request]:
 
 
 @pytest.mark.cover(name=4)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_of_other_rows(name: str, target: Target) -> None:
-    """Bugs: keys and values of the wrong row or of too many tokens are copied; target and drafter disagree about how
-    many; a row that is copied from is disturbed; what a row held before stays in a text index. Every method has one of
-    the budgets; those that draw their children have whole prompts too."""
+    """Guards copies of keys: wrong row, too many tokens, target and drafter disagree, an index keeps old text."""
     requests = shared_prompts(target)
     for budget, rows, seed in settings_of(name, (None, 3, 1), (9, 3, 2), (16, 2, 3)):
-        tokens, steps = decode(
+        tokens, steps = run_at_random(
             Decoder(target, method_of(name, target, seed), rows, True, prefill_budget=budget), requests, seed
         )
         check(name, target, requests, tokens, f"budget {budget}, {rows} rows")
@@ -151,13 +126,12 @@ def test_prefixes_of_other_rows(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "eagle3", "suffix", "small_model"])
 def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> None:
-    """Bug: each of n samples reads the prompt anew. Drafters of pairs read the last two tokens
-    again, the others the last one."""
+    """Bug: each sample reads the prompt anew. Drafters of pairs read the last two tokens again, others one."""
     decoder = Decoder(target, right_now_and_then(name, target), rows=4, reuse=True, prefill_budget=16)
     for seed in range(4):
         decoder.add(Request(tuple(range(100)), 1, Sampling(1.0, seed=seed)))
     steps = []
-    with widths_of(target) as widths:
+    with widths_of(target.model) as widths:
         while not decoder.finished:
             steps += decoder.step()
     assert [step.cached_tokens for step in steps] in ([0, 99, 99, 99], [0, 98, 98, 98])
@@ -166,8 +140,7 @@ def test_samples_of_one_prompt_cost_one_prefill(name: str, target: Target) -> No
 
 
 def test_the_least_useful_text_is_overwritten(target: Target) -> None:
-    """Bugs: a new prompt takes the place of the text that was used last; a copy destroys the text
-    that it is copied from."""
+    """Bug: a new prompt replaces the text used last, or a copy destroys the text that it is copied from."""
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, reuse=True)
     texts = [tuple(range(start, start + 40)) for start in (0, 50, 100)]
 
@@ -186,7 +159,7 @@ def test_the_least_useful_text_is_overwritten(target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reuse", [False, True])
 def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
-    """Bugs: the row stays occupied, its text is held to be read whole, or rows that run are disturbed."""
+    """Bug: the row stays occupied, its text is held to be read whole, or rows that run are disturbed."""
     drafter, prompt = right_now_and_then("eagle2", target), tuple(range(60, 140))
     decoder = Decoder(target, drafter, rows=2, reuse=reuse, prefill_budget=16)
     running, expected = Request((5,), 24), plain(target, Request((5,), 24))
@@ -199,12 +172,11 @@ def test_cancel_in_the_middle_of_a_prompt(reuse: bool, target: Target) -> None:
         found += [token for step in decoder.step() if step.request_id == request_id for token in step.tokens]
     assert found == expected
     assert decoder.finished
-    assert decode(decoder, [Request(prompt, 9)], 0)[0][0] == plain(target, Request(prompt, 9))
+    assert run(decoder, [Request(prompt, 9)])[0][0] == plain(target, Request(prompt, 9))
 
 
 def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
-    """Bug: a long prompt stalls the rows that run. In every step at most 8 tokens are read, and the
-    running row gets its cycle."""
+    """Bug: a long prompt stalls the rows that run."""
     with pytest.raises(OptionError, match="must be 1 or more tokens, auto, or None for whole prompts, got 0"):
         Decoder(target, drafters.find("vanilla")(target), prefill_budget=0)
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8)
@@ -212,7 +184,7 @@ def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
     decoder.step()
     for prompt in (tuple(range(100)), tuple(range(20))):
         decoder.add(Request(prompt, 1))
-    with widths_of(target) as widths:
+    with widths_of(target.model) as widths:
         for _ in range(15):
             widths.clear()
             steps = decoder.step()
@@ -223,7 +195,7 @@ def test_a_step_reads_no_more_than_its_budget(target: Target) -> None:
 
 @pytest.mark.slow
 def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
-    """Bugs: a short prompt waits for a long one to be read; or a long one waits as long as short ones keep coming."""
+    """Bug: a short prompt waits for a long one, or a long one as long as short ones keep coming."""
     decoder, budget = Decoder(target, drafters.find("vanilla")(target), rows=3, prefill_budget=8), 8
     long, waits = decoder.add(Request(tuple(range(160)), 1)), list[int]()
     decoder.step()
@@ -241,8 +213,7 @@ def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
 
 
 def test_times_of_a_prompt_in_chunks(target: Target) -> None:
-    """Bug: the time of other rows' cycles between the chunks counts as decoding, or is lost. A
-    prefill lasts from its first chunk to its token; the share of reading is less."""
+    """Bug: cycles of others between the chunks count as decoding. A prefill lasts from its first chunk to its token."""
     decoder, totals = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget=4), StepTotals()
     decoder.add(Request((5,), 40))
     decoder.step()
@@ -264,17 +235,8 @@ def clock(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let decoders measure by `Clock`."""
     for module in ("engine", "prompts"):
         monkeypatch.setattr(f"eyas.core.{module}.StageTimer", Clock)
-    with widths_of(target) as Clock.widths:
+    with widths_of(target.model) as Clock.widths:
         yield
-
-
-@contextmanager
-def widths_of(target: Target) -> Iterator[list[int]]:
-    """How many tokens each forward of the target reads."""
-    widths: list[int] = []
-    hook = target.model.model.layers[0].register_forward_hook(lambda m, args, out: widths.append(args[0].shape[1]))
-    yield widths
-    hook.remove()
 
 
 class Clock(StageTimer):
@@ -300,8 +262,7 @@ class Clock(StageTimer):
 
 @pytest.mark.slow
 def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> None:
-    """Bugs: prompts stall rows whose cycles are short, or are read slowly beside long cycles, or
-    although no row runs."""
+    """Bug: prompts stall rows whose cycles are short, are read slowly beside long ones, or although no row runs."""
     for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
         Clock.token, Clock.cycle = 0.001, cycle
         decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
@@ -316,7 +277,7 @@ def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> 
 
 
 def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
-    """Bug: prompts that wait together share the time of one, so rows stay empty and every answer begins late."""
+    """Bug: prompts that wait together share the time of one, so rows stay empty."""
     Clock.token, Clock.cycle = 0.001, 0.02
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
     decoder.add(Request(tuple(range(100)), 100))
@@ -328,8 +289,7 @@ def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> 
 
 
 def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) -> None:
-    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one on
-    the same machine wait for it."""
+    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one wait for it."""
     Clock.token, Clock.cycle = 0.001, 0.01
     decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
     decoder.prompts.other_decoders_seconds = 0.03

@@ -1,5 +1,4 @@
-"""Targets whose layers lie on several devices: the text is the whole model's, and no operation
-mixes devices (two_devices.py)."""
+"""Targets whose layers lie on several devices: the text is the whole model's, and no operation mixes devices."""
 
 from __future__ import annotations
 
@@ -68,7 +67,6 @@ def check(name: str, family: str, rows: int, device_map: Mapping[str, int] | Non
 
 
 @pytest.mark.cover(family=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
 def test_long_paths(family: str) -> None:
     """Nodes behind branches are accepted, so that keys and values move."""
@@ -76,7 +74,6 @@ def test_long_paths(family: str) -> None:
 
 
 @pytest.mark.cover(name=5)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in drafters.names() if n not in ("kangaroo", "self_speculative")])
 def test_every_method(name: str) -> None:
     """Greedy and sampled requests, in three rows that are used again."""
@@ -85,31 +82,24 @@ def test_every_method(name: str) -> None:
 
 
 @pytest.mark.cover(family=2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt2", "gpt_oss", "gemma4", "llama4", "deepseek_v3", "lfm2", "qwen3_5", "falcon_h1", "mamba2"]
 )
 def test_families(family: str) -> None:
-    """Windows, learned positions, experts, keys that layers share, keys wider than values,
-    recurrent and convolutional states."""
+    """Windows, learned positions, experts, keys that layers share, keys wider than values, states."""
     check("eagle2", family, rows=3)
 
 
-def swapped(device_map: Mapping[str, int]) -> dict[str, int]:
-    return {name: 1 - place for name, place in device_map.items()}
-
-
 @pytest.mark.cover(kind=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mtp", "medusa"])
 @pytest.mark.parametrize("kind", ["swapped", "by turns", "ends apart"])
 def test_any_map(name: str, kind: str) -> None:
-    """The embedding, the rotary positions and the LM head may lie anywhere, and layers in any
-    order. The main device stays cuda:0."""
+    """Embedding, rotary positions and LM head anywhere, layers in any order; the main device stays cuda:0."""
     plain = halves(MODELS["llama"]())
     turns = {name: k % 2 for k, name in enumerate(plain)}
     ends = {name: int("layers" not in name) for name in plain}
-    check(name, "llama", 2, {"swapped": swapped(plain), "by turns": turns, "ends apart": ends}[kind])
+    swapped = {name: 1 - place for name, place in plain.items()}
+    check(name, "llama", 2, {"swapped": swapped, "by turns": turns, "ends apart": ends}[kind])
 
 
 def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
@@ -153,11 +143,9 @@ def test_caches_hold_the_same() -> None:
 
 
 @pytest.mark.cover(kind=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(media_models.MODELS))
 def test_images(kind: str) -> None:
-    """Keys and values that the model's own forward has left on several devices are copied into the
-    row; logits and features come back."""
+    """Keys that the model's own forward left on several devices are copied; logits and features come back."""
 
     def answers(model: Any, device: torch.device) -> list[int]:
         prompt: Any = {name: value.to(device) for name, value in media_models.prompt_with_image(kind, 0).items()}
@@ -178,8 +166,7 @@ def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 def test_chats_and_generate() -> None:
-    """A chat whose second turn goes on from kept keys and values, `custom_generate` and `attach`
-    give the ids of one device."""
+    """A chat that goes on from kept keys, `custom_generate` and `attach` give the ids of one device."""
     whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
     asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}

@@ -7,12 +7,11 @@ import torch
 
 import zoo
 from eyas.core import target as target_module
-from eyas.core.cache import KVCache, slot_mask, slot_positions
+from eyas.core.cache import KVCache, Layout, slot_mask, slot_positions
 from eyas.core.target import Target
 from eyas.core.tree import Tree, Verdict
-from eyas.errors import FitError, ModelError, OptionError
+from eyas.errors import FitError, OptionError
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
-from eyas.targets.loading import pick_device, pick_dtype
 
 
 def ids(count: int, seed: int = 0, vocab: int = 128) -> list[int]:
@@ -22,8 +21,7 @@ def ids(count: int, seed: int = 0, vocab: int = 128) -> list[int]:
 @pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_features_of_any_layer(family: str) -> None:
-    """Guards the hooks: k must be hidden_states[k], L after the final norm; an off-by-one costs
-    half the acceptance and raises no error."""
+    """Guards the hooks: k is hidden_states[k], L after the final norm; an off-by-one halves acceptance silently."""
     target = Target(zoo.FAMILIES[family]())
     tokens = torch.tensor([ids(20)])
     with torch.no_grad():
@@ -77,8 +75,7 @@ def test_prefill_makes_no_logits_of_the_prompt(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tree_equals_its_paths() -> None:
-    """Guards mask and positions: each node's logits are those of a plain forward over its own path;
-    rows have different lengths."""
+    """Guards mask and positions: a node's logits are those of a plain forward over its path; rows of two lengths."""
     target = Target(zoo.FAMILIES["qwen3"]())
     session, prompts = target.open(2, (target.num_layers,)), [ids(9), ids(30, 1)]
     for row, prompt in enumerate(prompts):
@@ -106,22 +103,6 @@ def test_refusal_with_the_numbers() -> None:
         session.check_fit(600, 1)
     with pytest.raises(FitError, match=r"dynamic NTK"):
         Target(zoo.SWITCHING["llama_dynamic"]()).open(1).check_fit(9000, 1)
-
-
-@pytest.mark.parametrize("family", zoo.REFUSED)
-def test_refused_by_name(family: str) -> None:
-    """Guards against silent nonsense on models whose state lies where it cannot be put back."""
-    with pytest.raises(ModelError, match=family):
-        Target(zoo.REFUSED[family]())
-
-
-def test_what_is_picked() -> None:
-    """Guards --device and --dtype."""
-    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
-    with pytest.raises(OptionError, match="unknown dtype 'int3'"):
-        pick_dtype("int3", torch.device("cpu"))
-    with pytest.raises(OptionError, match="nonsense"):
-        pick_device("nonsense")
     with pytest.raises(OptionError, match="has 4 layers"), Target(zoo.FAMILIES["llama"]()).tap((9,)):
         pass
 
@@ -155,6 +136,16 @@ def test_cache_commit_and_growth() -> None:
     assert cache.slots == 1024
 
 
+def test_bytes_are_those_that_are_reserved() -> None:
+    """Guards the limit of what a decoder keeps between requests: the bytes of all layers and all rows."""
+    layout: Layout = ((2, 8, 8), None, (1, 4, 6), (2, 8, 8))  # the second layer stores nothing of its own
+    for rows, dtype in ((1, torch.float32), (3, torch.float32), (3, torch.bfloat16)):
+        cache = KVCache(layout, rows, dtype, torch.device("cpu"))
+        for slots in (256, 512):
+            cache.reserve(slots)
+            assert cache.bytes_for(slots) == sum(store.nbytes for store in cache.stores)
+
+
 def test_slot_masks() -> None:
     """Guards what a node sees, on the drawn example of the module."""
     length_B = torch.tensor([5, 3])
@@ -177,8 +168,7 @@ def test_commit_leaves_inactive_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_level_by_level_equals_one_pass(family: str) -> None:
-    """Guards `extend`: a tree whose levels come one after another, uncommitted, has the logits of a
-    whole one, windows included; and what `advance` keeps is read like a prompt."""
+    """Guards `extend`: levels one after another, uncommitted, equal a whole tree; `advance` is read like a prompt."""
     target = Target(zoo.FAMILIES[family]())
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 5]]).expand(2, -1)
     tree, tokens = Tree.build(parents, 3), torch.tensor([ids(8, 2), ids(8, 3)])

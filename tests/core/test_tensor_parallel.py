@@ -1,5 +1,4 @@
-"""Targets whose layers two processes share (`tp_plan` of transformers): both give the text of plain
-decoding, with every method."""
+"""Targets whose layers two processes share (`tp_plan`): both give the text of plain decoding, with every method."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_every_process_gives_the_text_of_plain_decoding(folder: Path) -> None:
-    """Bug: the processes decide differently and wait for each other for ever, or a head reads its
-    own part of the features."""
+    """Bug: the processes decide differently and wait for ever, or a head reads its own part of the features."""
     first, second = together(texts, folder)
     assert first == second
     for name, (plain, drafted) in first.items():
@@ -36,8 +33,7 @@ def test_every_process_gives_the_text_of_plain_decoding(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_eyas_loads_it(folder: Path) -> None:
-    """No policy by the clock, no kernels of whole layers; heads that were trained for the whole
-    model know the target."""
+    """No policy by the clock, no kernels of whole layers; heads of the whole model know the target."""
     whole = zoo.FAMILIES["llama"]()
     first, second = together(loaded, folder)
     assert first == second == (plain_decode(whole, Request((5, 9, 3), 8)), False, fingerprint(Target(whole)))

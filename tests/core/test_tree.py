@@ -1,5 +1,4 @@
-"""Trees against a naive recursion: what derives from `parents`, what stands in a node's prefix,
-what a merge of two holds, and which static trees are refused."""
+"""Trees against a naive recursion: what `parents` say, prefixes of nodes, merges of two, refused static trees."""
 
 from __future__ import annotations
 
@@ -28,25 +27,13 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
     return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
 
 
-def test_the_drawn_example() -> None:
-    """Guards the derivations against the picture in the module's docstring. Deterministic."""
-    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]]), 2)
-    assert tree.depth_BN.tolist() == [[0, 1, 1, 2, 2, 2]]
-    drawn = ["x.....", "xx....", "x.x...", "xx.x..", "xx..x.", "x.x..x"]
-    assert ["".join("x" if seen else "." for seen in row) for row in tree.mask_BNN[0].tolist()] == drawn
-    assert tree.acceptable_BN.all()
-    assert (tree.rows, tree.nodes, tree.max_depth) == (1, 6, 2)
-
-
 def test_a_chain() -> None:
-    """Guards the tree of chain drafters, and of vanilla: one node, no depth. Deterministic."""
-    tree = Tree.chain(2, 4)
-    assert tree.parents_BN.tolist() == [[-1, 0, 1, 2]] * 2
-    assert tree.depth_BN.tolist() == [[0, 1, 2, 3]] * 2
-    assert torch.equal(tree.mask_BNN, torch.ones(4, 4).tril().bool().expand(2, 4, 4))
-    assert tree.max_depth == 3
-    one = Tree.chain(3, 1)
-    assert (one.parents_BN.tolist(), one.max_depth, one.mask_BNN.all().item()) == ([[-1]] * 3, 0, True)
+    """Guards the tree of chain drafters, and of vanilla: one node, no depth."""
+    for nodes in (1, 4):
+        chain, built = Tree.chain(2, nodes), Tree.build(torch.tensor([[*range(-1, nodes - 1)]] * 2), nodes - 1)
+        assert chain.max_depth == nodes - 1
+        for name in ("parents_BN", "depth_BN", "mask_BNN", "acceptable_BN"):
+            assert torch.equal(getattr(chain, name), getattr(built, name)), name
     assert check_choices(chain_choices(3)) == chain_choices(3) == ((0,), (0, 0), (0, 0, 0))
 
 
@@ -54,8 +41,7 @@ def test_a_chain() -> None:
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 3))
 def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack: int) -> None:
-    """Guards depth and ancestors in rows that differ, with children far from their parents, and
-    with a bound that is not tight."""
+    """Guards depth and ancestors in rows that differ, children far from parents, a bound that is not tight."""
     lines = [[ancestors(parents, n) for n in range(len(parents))] for parents in forest]
     deepest = max(len(line) - 1 for row in lines for line in row)
     tree = Tree.build(torch.tensor(forest), deepest + slack)
@@ -68,8 +54,7 @@ def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 2**32 - 1))
 def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:
-    """Guards the prefix that a repetition penalty reads: no sibling's token, no token of another
-    row, history untouched."""
+    """Guards the prefix of a repetition penalty: no sibling's token, none of another row, history untouched."""
     choose, vocab = random.Random(seed), 9
     tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
     history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
@@ -84,8 +69,7 @@ def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], 
 
 @st.composite
 def drafts(draw: st.DrawFn, rows: int) -> Draft:
-    """Trees over 4 tokens, so that two of them often share paths; a second sibling with the same
-    token, and some others, are no candidates, nor is what hangs below them."""
+    """Trees over 4 tokens, which often share paths; twins, some others, and what hangs below, are no candidates."""
     nodes, parents, tokens, candidates = draw(st.integers(1, 9)), [], [], []
     for _ in range(rows):
         parent, token, candidate = [-1], [0], [True]
@@ -117,9 +101,7 @@ def offered(draft: Draft, row: int) -> list[tuple[int, ...]]:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(pairs)
 def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> None:
-    """Guards the union: nothing lost, nothing twice, in rows that differ; every node keeps its
-    number, its own prefix and its score, with scouts and padding among them; parents stand before
-    children; a united node's children hang below its twin."""
+    """Guards the union: nothing lost or twice; nodes keep number, prefix and score; parents come before children."""
     first, second = pair
     both, N = merge(first, second), first.tree.nodes
     assert both.tree.nodes == N + second.tree.nodes - 1
@@ -137,7 +119,6 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
             same = [n for n in range(1, N) if open_N[n] and prefix(first, row, n) == prefix(second, row, m)]
             assert [int(match_BM[row, m])] == (same if same and second.tree.acceptable_BN[row, m] else [-1])
     assert first.log_q_BN is not None
-    assert second.log_q_BN is not None
     assert both.log_q_BN is not None
     assert torch.equal(both.log_q_BN, torch.cat([first.log_q_BN, second.log_q_BN[:, 1:]], 1))
     assert merge(first, Draft(second.tree, second.tokens_BN)).log_q_BN is None
@@ -147,8 +128,7 @@ def test_a_merge_offers_what_either_offers_once(pair: tuple[Draft, Draft]) -> No
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(pairs, st.integers(0, 2**32 - 1))
 def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft], seed: int) -> None:
-    """Guards verification of merged trees: for a target whose draw depends on the prefix alone, the
-    accepted path is the longer one."""
+    """Guards merged trees: for draws that depend on the prefix alone, the longer path is accepted."""
     first, second = pair
     rows, greedy = first.tree.rows, GumbelNoise.from_sampling([None] * first.tree.rows)
 
@@ -168,8 +148,7 @@ def test_a_merge_accepts_what_the_better_of_both_would(pair: tuple[Draft, Draft]
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(forests(), st.randoms(use_true_random=False))
 def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: random.Random) -> None:
-    """Guards that a choices file may list its nodes in any order and twice: sorted by depth, then
-    rank, each once, parents first."""
+    """Guards files that list nodes in any order and twice: sorted by depth, then rank, each once."""
     parents = forest[0]
     paths: list[tuple[int, ...]] = [()]
     for n in range(1, len(parents)):
@@ -198,6 +177,6 @@ def test_choices_in_any_order_are_one_tree(forest: list[list[int]], order: rando
     ([[0], [0, 1]], r"\[0, 1\] has no elder sibling; add \[0, 0\]"),
 ])  # fmt: skip
 def test_what_is_no_tree_is_refused(choices: list[list[object]], words: str) -> None:
-    """Guards the user's own tree files: each mistake is named, with what would mend it. Deterministic."""
+    """Guards the user's own tree files: each mistake is named, with what would mend it."""
     with pytest.raises(OptionError, match=words):
         check_choices(choices)  # type: ignore[arg-type]

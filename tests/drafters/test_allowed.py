@@ -20,7 +20,7 @@ from wishes import wished
 
 
 class Alternating:
-    """A toy constraint: after an even token an odd one must come, and after an odd one an even one; it never ends."""
+    """A toy constraint: odd tokens after even ones, even tokens after odd ones, without an end."""
 
     def __init__(self, vocab: int, fails: bool = False) -> None:
         self.vocab, self.fails, self.accepted = vocab, fails, 0
@@ -51,7 +51,7 @@ class Alternating:
     ["eagle1", "eagle2", "eagle3", "seagle", "medusa", "hydra", "dflash", "dflash2", "dspark", "pard", "peagle", "mtp"],
 )
 def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
-    """Guards the masks of growing trees, at every level: no candidate stands where the target gives it no chance."""
+    """Guards the masks of growing trees, at every level: no candidate where the target gives it no chance."""
     target = Target(zoo.tiny("llama"))
     drafted = 0
 
@@ -71,7 +71,7 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
 
 
 def test_a_constraint_that_fails_ends_its_request_only() -> None:
-    """Guards the other rows, and the engine: the failure is met while the tree grows, and reported by verification."""
+    """Guards the other rows: a failure that is met while the tree grows is reported by verification."""
     target = Target(zoo.tiny("llama"))
     decoder = Decoder(target, make("eagle2", target), rows=2)
     bad = decoder.add(wished((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))

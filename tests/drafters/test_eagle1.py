@@ -1,5 +1,4 @@
-"""EAGLE-1's ablation (`--head.inputs`): what each net reads in a tree and in training; that it is
-lossless, and stored as what it is."""
+"""EAGLE-1's ablation (`--head.inputs`): what each net reads, drafting and training; lossless, stored as what it is."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def layer_at(layer: DecoderLayer, x_TD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -> Tensor:
-    """The net's feature of the last of `tokens`. True features are known of the first tokens, the
-    others are the net's own."""
+    """The net's feature of the last of `tokens`; those of the first tokens are true, the others are the net's own."""
     e_TD, known = target.embed(torch.tensor(tokens)), list(features_TD)
     while True:
         f_SD = torch.stack(known[: len(tokens) - 1])
@@ -62,17 +60,13 @@ def foretold(net: Net, target: Target, tokens: list[int], features_TD: Tensor) -
 
 
 @pytest.mark.cover
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize(
     ("method", "options", "law"), [("eagle1", {}, Sampling(1.0, seed=3)), ("eagle2", WIDE, Sampling())]
 )
 def test_the_law_of_every_node(family: str, inputs: str, method: str, options: dict[str, Any], law: Sampling) -> None:
-    """Guards which token and which feature a slot reads, after the prompt, after each commit and at
-    every depth of the tree, in rows of different ages. gpt2 adds positions to what enters its first
-    layer, which an embedding that stands for a token must not have.
-    """
+    """Guards which token and feature a slot reads, in prompts, commits and trees; gpt2 adds positions to embeddings."""
     target = Target(zoo.FAMILIES[family]())
     drafter, cycles = make(method, target, **{"head.inputs": inputs, **options}), list[tuple[CycleInput, Draft]]()
     requests = [Request(tuple(range(5, 14)), 12, law), Request(tuple(range(40, 63)), 9, law)]
@@ -107,12 +101,9 @@ def test_the_law_of_every_node(family: str, inputs: str, method: str, options: d
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_the_loss(target: Target, inputs: str) -> None:
-    """Guards what a slot reads while it is trained, at the edges of documents too: the loss is that of a plain loop."""
-    drafter, batch, total = (
-        make("eagle1", target, **{"head.inputs": inputs}),
-        heads.batch_of(target, target.num_layers),
-        0.0,
-    )
+    """Guards what a slot reads while it is trained, at the edges of documents too, against a plain loop."""
+    drafter, batch = make("eagle1", target, **{"head.inputs": inputs}), heads.batch_of(target, target.num_layers)
+    total = 0.0
     begins = [sum(batch.documents.lengths[:i]) for i in range(len(batch.documents.lengths))]
     counted = heads.predictions(batch, 1)
     for _, t, goal in counted:
@@ -137,14 +128,12 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.cover
-@pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS[1:])
 @pytest.mark.parametrize(("method", "options"), SHAPES, ids=str)
 def test_same_text_as_plain_decoding(
     target: Target, answered: list[tuple[Request, list[int]]], inputs: str, method: str, options: dict[str, Any]
 ) -> None:
-    """Guards losslessness, rows joining and leaving. Drawn rows are compared with themselves alone:
-    their law, not their text, is kept."""
+    """Guards losslessness, rows joining and leaving; drawn rows are compared with themselves alone."""
     drafter = make(method, target, **{"head.inputs": inputs, **options})
     tokens, _ = run(Decoder(target, drafter, 3), [r for r, _ in answered])
     for (request, expected), got in zip(answered, tokens, strict=True):
@@ -153,11 +142,9 @@ def test_same_text_as_plain_decoding(
 
 
 @pytest.mark.cover(inputs=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards that a head comes back as what it was trained as, by both methods that have the net,
-    whatever the flags say then."""
+    """Guards that a head comes back as what it was trained as, by both methods, whatever the flags say."""
     drafter = make("eagle1", target, "init_for_training", **{"head.inputs": inputs})
     first, losses, figures = heads.short_training(drafter, tmp_path)
     assert losses[-1]["loss"] < 0.9 * losses[0]["loss"]
@@ -175,22 +162,19 @@ def test_trained_saved_and_loaded(tmp_path: Path, target: Target, inputs: str) -
 
 
 def test_what_is_published(tmp_path: Path, target: Target) -> None:
-    """Guards the published format: EAGLE's own heads say nothing new, the others say what they read
-    and hold no fc that they have not."""
+    """Guards the format: EAGLE's own heads say nothing new, others what they read, without an fc they have not."""
     for inputs in INPUTS:
         checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path / inputs)
         said = json.loads((tmp_path / inputs / "config.json").read_text())
-        assert said["eyas"] == {
-            "target_fingerprint": fingerprint(target),
-            **({"inputs": inputs} if inputs != "shifted" else {}),
-        }
+        told = {} if inputs == "shifted" else {"inputs": inputs}
+        assert said["eyas"] == {"target_fingerprint": fingerprint(target), **told}
         assert "inputs" not in said
         assert ("fc.weight" in checkpoints.load(tmp_path / inputs).tensors) == (inputs in ("shifted", "unshifted"))
 
 
 @pytest.mark.parametrize("inputs", ["unshifted", "token"])
 def test_unknown_inputs_are_refused(tmp_path: Path, target: Target, inputs: str) -> None:
-    """Guards against a head of a later version, or a misspelt one, that would be read as another; in one line."""
+    """Guards against a head of a later version, or a misspelt one, that is read as another."""
     checkpoints.save(make("eagle1", target, **{"head.inputs": inputs}).weights(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["eyas"]["inputs"] = inputs + "s"

@@ -1,5 +1,4 @@
-"""gemma4_assistant: the net is transformers' own on what the target has stored, drafts by it are
-verified, and misfits are refused."""
+"""gemma4_assistant: the net is transformers' own, drafts by it are verified, misfits are refused."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_interm
 
 @pytest.fixture
 def buildable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets transformers build its own class, which 5.23 refuses: no layer of an assistant produces
-    keys (`kv_sharing_modes`)."""
+    """Lets transformers build its own class, which 5.23 refuses: no layer of an assistant produces keys."""
     for config in (transformers.Gemma4TextConfig, transformers.Gemma4UnifiedTextConfig):
         published = config.kv_sharing_modes
 
@@ -50,8 +48,7 @@ def unified() -> Any:
 
 
 def theirs(target: Target, **more: Any) -> Any:
-    """transformers' own assistant for this target, with random weights: three layers, the window
-    smaller than the target's."""
+    """transformers' own assistant, with random weights: three layers, the window smaller than the target's."""
     unified = "Unified" if "unified" in target.family.model_type else ""
     names = [f"Gemma4{unified}Assistant{part}" for part in ("Config", "ForCausalLM")]
     config_class, model_class = (getattr(transformers, name) for name in names)
@@ -99,8 +96,7 @@ def loaded(target: Target, folder: Path) -> gemma4_assistant.Method:
     ids=["whole head", "clusters", "unified"],
 )
 def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Bugs: halves of the projection exchanged, keys of the wrong layer, a window of another size, uncommitted slots
-    seen, angles of another position, the second step reading the wrong hidden, clusters in another order."""
+    """Bug: halves exchanged, keys of a wrong layer, window, uncommitted slots, angles, the second step, clusters."""
     target = Target(zoo.FAMILIES[family]() if family in zoo.FAMILIES else unified())
     model = theirs(target, **more)
     made = loaded(target, published(model, tmp_path))
@@ -128,7 +124,6 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
             assert torch.allclose(logits[drafted], expected.logits[drafted], atol=1e-5)
             assert int(logits.argmax()) == int(expected.logits.argmax())
             onward = expected.last_hidden_state
-        assert hidden is not None
         onward = made.net.next_hidden(hidden)
         both = made._read(seen, roots, torch.tensor([[root, child]]), onward.expand(-1, 2, -1))
         alone = made._read(seen, roots, torch.tensor([[root]]), onward)
@@ -138,8 +133,7 @@ def test_the_published_net_is_transformers(family: str, more: dict[str, Any], tm
 @pytest.mark.slow
 @pytest.mark.usefixtures("buildable")
 def test_lossless(tmp_path: Path) -> None:
-    """Guards the session on its own family: text is that of plain decoding, for rows of different
-    ages, greedy and sampled."""
+    """Guards the session on its own family: plain decoding's text, for rows of different ages, greedy and sampled."""
     target = Target(zoo.FAMILIES["gemma4"]())
     drafter = loaded(target, published(theirs(target), tmp_path))
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=9, seed=4))
@@ -174,12 +168,8 @@ def test_a_row_is_drafted_for_as_it_is_alone() -> None:
 def written(net: Net, target: Target, folder: Path, **changes: Any) -> Path:
     """The folder of a net of eyas' own making; `changes`: of config.json."""
     text = {**net.text.to_dict(), "model_type": "gemma4_text"} | changes.pop("text", {})
-    config = {
-        "model_type": "gemma4_assistant",
-        "text_config": text,
-        "backbone_hidden_size": target.hidden_size,
-        **changes,
-    }
+    config = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": target.hidden_size}
+    config |= changes
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, folder / "model.safetensors")
@@ -213,8 +203,7 @@ def test_misfits_are_one_line(changes: dict[str, Any], message: str, tmp_path: P
 
 
 def test_other_targets(tmp_path: Path) -> None:
-    """Bugs: an assistant of a Gemma 4 is loaded for a model whose keys have other sizes; a target
-    without keys ends in a traceback."""
+    """Bug: an assistant is loaded for a model whose keys have other sizes; no keys end in a traceback."""
     target, other = Target(zoo.FAMILIES["gemma4"]()), Target(zoo.FAMILIES["llama"]())
     folder = written(gemma4_assistant.Method.random(target, seed=1).net, target, tmp_path)
     assert checkpoints.load(folder).method == drafters.find("gemma4_assistant").head_format == "gemma4_assistant"

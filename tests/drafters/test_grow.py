@@ -1,5 +1,4 @@
-"""Trees as they are grown: shared noise, and the ways to expand and keep nodes, against a slow
-fused_tree_builder and a draft that knows the law."""
+"""Trees as they are grown: shared noise, ways to expand and keep nodes, against a slow builder."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def in_other_words(net_steps: DraftNetSteps, ids_v: Tensor) -> DraftNetSteps:
 @pytest.mark.parametrize("grown", ["dynamic", "static", "other words"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.greedy], ids=str)
 def test_a_draft_that_knows_the_law_knows_the_draw(kind: Sampling, grown: str) -> None:
-    """Guards stream, position, token, processors and prefix of shared noise: when q is p, the best chain is what will
-    be drawn, to its end. 32 seeds at different positions; near-ties within float32: odds 1e-5."""
+    """Guards shared noise: with q = p the best chain is what is drawn. 32 seeds; near-ties: odds 1e-5."""
     world, start_B, root_B = ToyModels(6, 4, "same", kind), torch.arange(32) % 6 + 1, torch.arange(32) * 3 + 1
     kinds = seeds_of(kind, 32)
     noise = GumbelNoise.from_sampling(kinds)
@@ -107,8 +105,7 @@ def slow_grow(
 
 
 EVERY_WAY = itertools.product(("value", "confidence"), (True, False), (0.0, 0.15), ("coupled", "none"), (1.0, 0.5))
-# With an even number of second choices: any four of the options in all their combinations, in half
-# of the trees.
+# With an even number of second choices: any four of the options in all combinations, in half of the trees.
 HALF = [way for number, way in enumerate(EVERY_WAY) if number.bit_count() % 2 == 0]
 
 
@@ -124,8 +121,7 @@ def slow_world() -> ToyModels:
     [pytest.param(*way, marks=[pytest.mark.slow] if number % 2 else []) for number, way in enumerate(HALF)],
 )
 def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: str, temperature: float) -> None:
-    """Guards every way to grow, in one batch of rows of all kinds: expanded nodes, kept nodes, parents, tokens,
-    padding. Odds of a near-tie that float32 sums in another order: 1e-4, seeded."""
+    """Guards every way to grow, rows of all kinds in a batch: nodes, parents, padding. Near-ties: 1e-4, seeded."""
     world, shape = slow_world(), DynamicTree(19 if stop else 11, 4, 3, noise, expand, rerank, stop, temperature)
     start_B, root_B = torch.arange(1, 25) % 30, torch.arange(24) * 2 + 1
     kinds = [replace(KINDS[b % len(KINDS)], seed=b) for b in range(24)]
@@ -144,8 +140,7 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
 
 
 def test_greedy_rows_do_not_see_the_noise() -> None:
-    """Guards greedy trees: rows at T = 0 have the same tree, bit for bit, beside sampling rows and
-    alone, with noise and without."""
+    """Guards greedy trees: bit for bit the same beside sampling rows and alone, with noise and without."""
     world, start_B, root_B = ToyModels(5, 5, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
     kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
     found = []
@@ -162,7 +157,7 @@ def test_greedy_rows_do_not_see_the_noise() -> None:
 
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
-    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by. Deterministic."""
+    """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by."""
     kind = Sampling(temperature=0.7, top_k=4)
     world, start_B, root_B = ToyModels(6, 4, sampling=kind), torch.arange(1, 7), torch.arange(6)
     kinds = seeds_of(kind, 6)
@@ -202,7 +197,7 @@ def test_bad_options_of_static_trees() -> None:
 
 
 def test_descriptions() -> None:
-    """Guards that ablations are seen in results. Deterministic."""
+    """Guards that ablations are seen in results."""
     assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "coupled"}
     unusual = {"rerank": False, "stop": 0.1, "confidence_temperature": 1}
     assert DynamicTree(**unusual).describe().items() >= unusual.items()

@@ -1,9 +1,9 @@
-"""Two methods in one cycle: the ids stay those of the plain loop, and each session is told what it
-would have seen alone."""
+"""Two methods in one cycle: the ids of the plain loop, and each session is told what it would have seen alone."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -44,12 +44,10 @@ def requests(count: int) -> list[Request]:
 
 
 @pytest.mark.cover(first=3)
-@pytest.mark.slow
 @pytest.mark.parametrize("second", ["suffix", "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("first", FIRST)
 def test_lossless(first: str, second: str) -> None:
-    """Guards the merged cycle: greedy and sampled rows of different ages get the ids of the plain loop, also where the
-    first method draws its tree (verified as a deterministic tree). All of them in three rows, two of them in one."""
+    """Guards the merged cycle: ids of the plain loop, also where the first method draws its tree."""
     if second != "suffix" and first not in ("eagle1", "eagle2"):
         pytest.skip("each second method beside two first ones, each first one beside suffix")
     target, asked = Target(zoo.FAMILIES["gemma2" if first == "eagle3" else "llama"]()), requests(5)
@@ -63,11 +61,9 @@ def test_lossless(first: str, second: str) -> None:
 
 
 class Probe(Drafter):
-    """Guesses at random below a few nodes, some of them right, some scouts; its session checks what it is handed."""
+    """Guesses at random below a few nodes, some right, some scouts; its session checks what it is handed."""
 
-    def __init__(
-        self, target: Target, layer: int, seed: int, answers: dict[tuple[int, ...], list[int]], remembers: int = 999
-    ) -> None:
+    def __init__(self, target: Target, layer: int, seed: int, answers: dict[Any, list[int]], remembers: int = 999):
         super().__init__(target)
         self.feature_layers, self.seed, self.answers, self.remembers = (layer,), seed, answers, remembers
 
@@ -138,9 +134,7 @@ class ProbeSession(DraftSession):
 
 @pytest.mark.slow
 def test_each_session_is_told_what_it_would_have_seen_alone() -> None:
-    """Guards the views: each session's own nodes come first and as it numbered them, scouts too,
-    with the features of the layers that it asked for; the accepted path is told in its own numbers,
-    and leads on to the other's nodes where it left its tree."""
+    """Guards the views: own nodes first, their layers' features, the path in own numbers, on to the other's nodes."""
     target, asked = Target(zoo.FAMILIES["llama"]()), requests(3)
     answers = {request.prompt: plain_decode(target.model, request) for request in asked}
     drafter = Merged(Probe(target, 3, 1, answers), Probe(target, 1, 2, answers))
@@ -162,11 +156,9 @@ def test_keep_is_what_both_know(one: int, other: int, kept: int) -> None:
 
 
 @pytest.mark.cover(first=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("first", ["eagle2", "seagle", "small_model", "suffix"])
 def test_a_chat(first: str) -> None:
-    """Guards `truncate` of two sessions of which one knows a token less: the answers are those of the
-    plain loop, and the second prompt is not read again."""
+    """Guards `truncate` of two sessions of which one knows a token less; the second prompt is not read again."""
     target = Target(zoo.FAMILIES["llama"]())
     drafter = Merged(make(first, target), make("suffix", target))
     decoder, prompt = Decoder(target, drafter, rows=1, reuse=True), tuple(range(3, 43))
@@ -186,7 +178,7 @@ def test_a_chat(first: str) -> None:
 
 
 def test_what_it_says_of_itself() -> None:
-    """Guards --json: both methods and both trees. Deterministic."""
+    """Guards --json: both methods and both trees."""
     target = Target(zoo.FAMILIES["llama"]())
     drafter = Merged(make("eagle2", target), make("suffix", target, **{"suffix.nodes": 9}))
     assert method_name(drafter) == "eagle2+suffix"

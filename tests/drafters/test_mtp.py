@@ -1,6 +1,4 @@
-"""mtp: the module in a target's published checkpoint is the one that transformers computes, and
-drafts by it are verified; a module that
-eyas trains learns what it reads while drafting, and comes back from its folder."""
+"""mtp: a published module is transformers' own, drafts are verified, a trained module comes back from its folder."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ TREE = {"tree.nodes": 10, "tree.depth": 4, "tree.branch": 3}
 
 
 def published(module: torch.nn.Module, layers: int | None) -> dict[str, Tensor]:
-    """The module's tensors under published names: Qwen3.5's (`layers` None), or DeepSeek-V3's and
-    GLM's, behind that many layers."""
+    """The module's tensors under names of Qwen3.5 (`layers` None), or of DeepSeek-V3 and GLM behind those layers."""
     qwen = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
     deepseek = {"post_norm": "shared_head.norm"}
     tensors: dict[str, Tensor] = {}
@@ -89,8 +86,7 @@ def with_module(family: str, folder: Path) -> tuple[Target, mtp.Method]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> None:
-    """Bugs: a tensor under another name, halves of the projection exchanged, positions or the mask
-    wrong, parts of a text read apart."""
+    """Bug: a tensor's name, halves of the projection, positions or the mask are wrong, or parts of a text."""
     target, made = with_module(family, tmp_path)
     loaded = mtp.Method.from_pretrained(tmp_path, target)
     assert isinstance(loaded, mtp.Method)
@@ -114,11 +110,9 @@ def test_the_published_module_is_transformers(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.cover(family=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
 def test_lossless(family: str, tmp_path: Path) -> None:
-    """Guards sessions on the families that publish modules: text is that of plain decoding, for
-    rows of different ages."""
+    """Guards sessions on the families that publish modules: plain decoding's text, for rows of different ages."""
     target, _ = with_module(family, tmp_path)
     drafter = mtp.Method.from_pretrained(tmp_path, target, build_options(mtp.Options, TREE))
     laws = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=9, seed=4))
@@ -147,9 +141,7 @@ def target_of(family: str) -> Target:
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_steps_of_training_are_those_of_drafting(family: str) -> None:
-    """Guards documents, positions, masks and the order of tokens: from each slot, the pairs up to
-    it and the steps behind it are one causal text, each step of which reads the output of the one
-    before."""
+    """Guards documents, positions, masks, order: a slot's pairs and the steps behind it are one causal text."""
     target = target_of(family)
     drafter, steps, lengths, rows_M = mtp.Method.random(target, seed=4), 3, (7, 6), torch.tensor([0, 2, 4, 8, 9])
     ids_N = torch.randint(target.vocab_size, (13,), generator=torch.Generator().manual_seed(1))
@@ -162,30 +154,22 @@ def test_steps_of_training_are_those_of_drafting(family: str) -> None:
         for step in range(steps):
             N = len(hidden_ND)
             causal_11NN = torch.full((N, N), -torch.inf).triu(1)[None, None]
-            output_ND = drafter.net.run(hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN)[
-                0
-            ]
+            given = hidden_ND[None], embeddings_ND[None], torch.arange(N)[None], None, causal_11NN
+            output_ND = drafter.net.run(*given)[0]
             torch.testing.assert_close(found[step][m], output_ND[-1], atol=1e-5, rtol=1e-4)
             hidden_ND = torch.cat([hidden_ND, output_ND[-1:]])
             embeddings_ND = torch.cat([embeddings_ND, embed(torch.tensor([min(row + 2 + step, 12)]))])
 
 
 def test_loss_is_the_cross_entropy_of_every_step() -> None:
-    """Guards which token a step is compared with, what counts, and the weights of steps, against a
-    plain loop."""
+    """Guards which token a step is compared with, what counts, and the weights of steps."""
     target = target_of("llama")
     drafter = mtp.Method.random(target, build_options(mtp.Options, {"ttt.steps": 3, "ttt.decay": 0.5}), seed=2)
     batch = heads.batch_of(target, target.num_layers)
     counted = heads.predictions(batch, 3)
     rows = sorted({t for _, t, _ in counted})
-    outputs = module_steps(
-        drafter.net,
-        batch.features_NF,
-        lambda index: drafter.embed(batch.tokens_N[index]),
-        torch.tensor(rows),
-        batch.documents,
-        3,
-    )
+    embed = lambda index: drafter.embed(batch.tokens_N[index])  # noqa: E731
+    outputs = module_steps(drafter.net, batch.features_NF, embed, torch.tensor(rows), batch.documents, 3)
     expected = torch.zeros(())
     for step, t, goal in counted:
         p_V = heads.training_target(batch, target, goal, "distribution")
@@ -208,8 +192,7 @@ def test_a_batch_in_which_nothing_counts() -> None:
 
 
 def test_a_new_module_predicts_as_the_feature_does() -> None:
-    """Guards the beginning of a training: the lm_head reads the same directions, about as large,
-    from the first step on."""
+    """Guards the beginning of a training: the lm_head reads the same directions, about as large."""
     for family in ("llama", "gemma2"):
         target = target_of(family)
         net = mtp.Method.init_for_training(target).net
@@ -223,17 +206,14 @@ def test_a_new_module_predicts_as_the_feature_does() -> None:
 
 @pytest.mark.slow
 def test_a_trained_module_comes_back(tmp_path: Path) -> None:
-    """Guards the form on disk, the method that a folder chooses, and heads of another target; the
-    text stays that of plain decoding."""
+    """Guards the form on disk, the method that a folder chooses, heads of another target, and the text."""
     target = heads.tiny_target()
-    first, losses, figures = heads.short_training(
-        mtp.Method.init_for_training(target, seed=1), tmp_path / "head", steps=20
-    )
+    drafter = mtp.Method.init_for_training(target, seed=1)
+    first, losses, figures = heads.short_training(drafter, tmp_path / "head", steps=20)
     assert losses[-1]["loss"] < losses[0]["loss"] < first
     assert figures["tau"] >= 1
-    llm = eyas.load(
-        target.model, tmp_path / "head", tokenizer=False, kernels="off", tree={"nodes": 8, "depth": 3, "branch": 2}
-    )
+    tree = {"nodes": 8, "depth": 3, "branch": 2}
+    llm = eyas.load(target.model, tmp_path / "head", tokenizer=False, kernels="off", tree=tree)
     assert isinstance(llm.drafter, mtp.Method)
     stored = checkpoints.load(tmp_path / "head").tensors
     assert all(torch.equal(stored[name], weight) for name, weight in llm.drafter.net.state_dict().items())
@@ -268,14 +248,12 @@ def test_impossible_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 @torch.no_grad()
 def test_our_layer_computes_what_transformers_does(family: str) -> None:
-    """Guards every weight's place, the biases, RoPE and its offset: a text in parts, against
-    transformers' layer over all of it."""
+    """Guards each weight's place, biases, RoPE and its offset: a text in parts against transformers' layer."""
     target = target_of(family)
     drafter = mtp.Method.random(target, seed=6)
     for weight in drafter.net.parameters():  # norms and biases of random nets are all alike
         weight.add_(0.3 * torch.randn_like(weight))
     own = llama_net(drafter.net)
-    assert own is not None
     hidden_1ND = target.encode(torch.arange(3, 15)[None], (target.num_layers,))
     embeddings_1ND, position_1N = target.embed(torch.arange(4, 16)[None]), torch.arange(12)[None]
     causal_11NN = torch.full((12, 12), -torch.inf).triu(1)[None, None]
@@ -301,8 +279,7 @@ def test_layers_that_are_not_ours() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama4", "jamba"])
 def test_families_without_modules(family: str) -> None:
-    """Bug: training a module for a target whose layers transformers makes no module of ends in a
-    traceback."""
+    """Bug: a target whose layers transformers makes no module of ends in a traceback."""
     with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
         mtp.Method.init_for_training(target_of(family))
 
@@ -310,8 +287,7 @@ def test_families_without_modules(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
 def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> None:
-    """Guards `eyas export --format checkpoint`: transformers loads the new module in place of the old one, experts one by
-    one and the target's other tensors as they were; files are linked, not changed."""
+    """Guards names and shards: the copy is the target with the new module, whose other weights stay."""
     target, old = with_module(family, tmp_path / "target")
     before = (tmp_path / "target" / "model.safetensors").read_bytes()
     head = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6)
@@ -333,8 +309,7 @@ def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
 def test_a_module_is_stitched_in_again(family: str, tmp_path: Path) -> None:
-    """Bug: into a target that was made by such an export, the module of the first one is written, without a word. Other
-    tensors in a file of that name are kept."""
+    """Bug: into a target that such an export made the first module is written; other tensors are kept."""
     target, _ = with_module(family, tmp_path / "target")
     save_file({"other": torch.ones(2)}, tmp_path / "target" / "mtp.safetensors", {"format": "pt"})
     for seed, source, place in ((6, "target", "first"), (7, "first", "second")):
@@ -350,7 +325,7 @@ def test_a_module_is_stitched_in_again(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_target_of_the_hub_is_stitched_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the copy of a target that is fetched has the files of a head only, so no engine can read a text with it."""
+    """Bug: the fetched copy of a target has a head's files only, so no engine can read a text with it."""
     target, _ = with_module("qwen3_5", tmp_path / "target")
     other = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json"}
     for name in (*other, "original.pth", "picture.png"):

@@ -1,5 +1,4 @@
-"""P-EAGLE, and EAGLE-3's net with several layers: against transformers' own layers, training
-against drafting, a short training."""
+"""P-EAGLE, and EAGLE-3's net with several layers: transformers' layers, training against drafting, a short training."""
 
 from __future__ import annotations
 
@@ -30,9 +29,8 @@ def made(name: str, target: Target, kind: str = "random", **options: Any) -> Any
 
 
 def by_transformers(drafter: Any, hidden_ND: Tensor, embeddings_ND: Tensor) -> Tensor:
-    """The net's output [N, D] at N inputs, each of which sees those before it, by transformers'
-    LLaMA layers. The first one is changed as the speculators library changes it: its projections
-    read the normed embedding beside the normed hidden, its residual is the hidden."""
+    """The net's output [N, D] at N inputs in causal order, by transformers' LLaMA layers. The first one is changed as
+    speculators does: its projections read normed embedding and hidden, its residual is the hidden."""
     net, shape = drafter.net, drafter.shape
     config = LlamaConfig(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_heads,
@@ -66,8 +64,7 @@ def by_transformers(drafter: Any, hidden_ND: Tensor, embeddings_ND: Tensor) -> T
 
 @torch.no_grad()
 def test_masks_behind_every_slot(target: Target) -> None:
-    """Guards layers, positions, masks and their order, in training: from each slot, the pairs up to
-    it and the masks behind it are one causal text."""
+    """Guards training's layers, positions, masks: a slot's pairs and the masks behind it are one causal text."""
     drafter, levels = made("peagle", target, **{"head.mask_token": 7}), 4
     ids_N = torch.randint(target.vocab_size, (11,), generator=torch.Generator().manual_seed(1))
     lengths, rows_M = (7, 4), torch.tensor([0, 2, 5, 8])
@@ -88,8 +85,7 @@ def test_masks_behind_every_slot(target: Target) -> None:
 @pytest.mark.parametrize("cycles", [1, 4])
 @torch.no_grad()
 def test_drafting_sees_the_whole_text(name: str, cycles: int, target: Target) -> None:
-    """Guards prompts in chunks, commits and the cache of each layer: after some cycles the net's
-    output at the newest pair, and at the masks behind it, is that over the whole text."""
+    """Guards chunks, commits and layers' caches: outputs at the newest pair and masks are those over the text."""
     drafter = made(name, target, **{"tree.depth": 4, "tree.nodes": 9, "tree.branch": 2})
     outputs: list[Tensor] = []
     drafter.net.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
@@ -141,7 +137,7 @@ def test_impossible_options(options: dict[str, Any], message: str, target: Targe
 
 
 def test_heads_of_others(target: Target, tmp_path: Path) -> None:
-    """Guards against a mask token that the target does not have, and against a head of another method."""
+    """Guards against a mask token that the target does not have, and a head of another method."""
     weights = made("peagle", target).weights()
     weights.config["mask_token"] = 160
     with pytest.raises(CheckpointError, match="mask token 160; there are 160 embeddings"):
@@ -151,11 +147,9 @@ def test_heads_of_others(target: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.cover(name=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
-    """Guards the way through the trainer: the held-out loss falls, drafts of the trained head are
-    accepted, and it is read back."""
+    """Guards the way through the trainer: the held-out loss falls, drafts are accepted, the head is read back."""
     kind: Any = drafters.find(name)
     steps = {"head.levels": 3} if name == "peagle" else {"ttt.steps": 3}
     options = build_options(kind.Options, {**SMALL, "head.depth": 2, **steps})

@@ -16,8 +16,7 @@ OPTIONS = {"head.layers": "0,1,2"}
 
 
 def test_a_random_eagle3_drafts_as_many_tokens_as_published_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a head over the target's whole vocabulary, four times the bytes of a published one, in
-    every level that is timed."""
+    """Bug: a head over the whole vocabulary, four times the bytes of a published one, is timed."""
     target, kind = Target(zoo.FAMILIES["llama"]()), drafters.find("eagle3")
     own = build_options(kind.Options, OPTIONS)
     assert kind.random(target, own).draft_ids_v is None, "a small vocabulary is drafted whole"
@@ -33,8 +32,7 @@ def test_a_random_eagle3_drafts_as_many_tokens_as_published_heads(monkeypatch: p
 
 
 def test_weights_are_made_on_the_device() -> None:
-    """Bug: a billion random numbers by the CPU while the GPU waits. Any device but the CPU shows
-    it; "meta" is always there."""
+    """Bug: a billion random numbers by the CPU while the GPU waits; "meta" is a device that is always there."""
     with seeded(3, torch.device("meta")):
         assert torch.nn.Linear(2, 3).weight.device.type == "meta"
     before = torch.random.get_rng_state()

@@ -38,8 +38,7 @@ def shape(name: str) -> LayerShape:
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("kind", [Attention, BlockAttention])
 def test_scores_are_those_of_transformers(name: str, kind: type[Attention]) -> None:
-    """Guards frequencies, and YaRN's attention factor, which lengthens queries and keys: the scores of
-    a loaded layer are those by transformers' sines and cosines. Saved, the layer is what was loaded."""
+    """Guards frequencies and YaRN's factor of a loaded layer by transformers' sines; saved, it is what was loaded."""
     torch.manual_seed(0)
     made = shape(name)
     config = LlamaConfig(

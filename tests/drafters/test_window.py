@@ -36,8 +36,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("sink", [0, 2])
 def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int) -> None:
-    """Against keys and values kept apart: three rows, of which one is below the window, one exactly
-    there, one beyond it."""
+    """Against keys and values kept apart: rows below the window, exactly there, and beyond it."""
     size, generator = 5, torch.Generator().manual_seed(0)
     cache = DraftKVCache(2, 4, 3, torch.float32, torch.device("cpu"), (sink, size))
     frequency, T = rope_frequencies(SHAPE), 12
@@ -62,10 +61,9 @@ def trees(drafter: Drafter, request: Request) -> list[list[int]]:
 
 
 @pytest.mark.cover(method=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
-    """The same trees, cycle by cycle, as without a window: 30 tokens in a window of 40; and other trees in one of 6."""
+    """The same trees as without a window: 30 tokens in one of 40; other trees in one of 6."""
     plain, request = make(target, method), Request(prompt(14), 16)
     wide, narrow = (make(target, method, **{"window.size": size}) for size in (40, 6))
     assert trees(wide, request) == trees(plain, request)
@@ -73,12 +71,10 @@ def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -
 
 
 @pytest.mark.cover
-@pytest.mark.slow
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("sink", [0, 3])
 def test_ids_stay_those_of_the_target(crop: str, sink: int, target: Target) -> None:
-    """Rows of prompts shorter and far longer than the window, together; the prompts go through
-    several chunks of prefill."""
+    """Prompts shorter and far longer than the window, together; several chunks of prefill."""
     drafter = make(target, **{"window.size": 7, "window.sink": sink, "window.crop": crop})
     requests = [Request(prompt(n, n), 12) for n in (3, 60, 17)]
     tokens, _ = run(Decoder(target, drafter, 2), requests)
@@ -110,8 +106,7 @@ def pairs_held(session: EagleSession, target: Target, length: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [4, 7, 100])
 def test_what_is_read_of_a_long_prompt(chunk: int, target: Target) -> None:
-    """Window of 2 + 8, prompt of 50 tokens: 49 pairs are complete, pair 49 waits for the root.
-    However the prompt is cut into chunks."""
+    """Window of 2 + 8, prompt of 50 tokens, cut in any way: 49 pairs are complete, the last waits for the root."""
     expected = {
         "halves": [0, 1, 2, 3, 4, 45, 46, 47, 48],  # the first 5, and with the waiting one the last 5
         "last": [40, 41, 42, 43, 44, 45, 46, 47, 48],
@@ -175,8 +170,7 @@ def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> N
 
 @pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
 def test_flags_without_a_window_are_refused(method: str, target: Target) -> None:
-    """They would be taken and do nothing. What the default says is no flag; seagle brings a window;
-    a trained one has no sinks."""
+    """They would do nothing. Defaults are no flags; seagle brings a window; a trained one has no sinks."""
     kind = drafters.find(method)
     own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
 

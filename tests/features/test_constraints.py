@@ -1,5 +1,4 @@
-"""Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the
-tokens before."""
+"""Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the tokens before."""
 
 from __future__ import annotations
 
@@ -32,17 +31,12 @@ def target(kernels: bool = False) -> Target:
 
 
 def requests() -> list[Request]:
-    """New ones, as a constraint serves once: constrained with EOS, with an end of their own, cut by
-    their length; and two free ones."""
+    """New ones, as a constraint serves once: ended by EOS, by themselves, by length; two free ones."""
     eos = frozenset({EOS})
     made = [wished((5, 9, 100, 3), 20, law, eos, constraint=Trie()) for law in SAMPLINGS]
     made += [wished((12, 9, 31), 20, law, eos, constraint=Trie(True)) for law in SAMPLINGS]
-    made += [
-        wished((60, 61), 6, SAMPLINGS[1], eos, constraint=Trie()),
-        Request((7, 7, 7), 12),
-        Request((1, 2), 12, Sampling(1.0, seed=9)),
-    ]
-    return made
+    cut = wished((60, 61), 6, SAMPLINGS[1], eos, constraint=Trie())
+    return [*made, cut, Request((7, 7, 7), 12), Request((1, 2), 12, Sampling(1.0, seed=9))]
 
 
 @cache
@@ -51,14 +45,10 @@ def answers() -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.cover(name=10)
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
-    """Guards the mask of each node, alone and beside rows that have none: the ids are those of
-    plain decoding with the same constraint and seed. The trie itself asserts that it is never asked
-    behind its end and never emitted anything else. One row by kernels and three without, or the
-    other way round, by turns from method to method."""
+    """Guards each node's mask, beside free rows; the trie asserts that nothing is asked or emitted behind its end."""
     drafter, asked = make(name, target(kernels)), requests()
     rows = 1 if (drafters.names().index(name) + kernels) % 2 else 3
     tokens, steps = run(Decoder(drafter.target, drafter, rows), asked)
@@ -71,8 +61,7 @@ def test_every_method_keeps_to_the_constraint(name: str, kernels: bool) -> None:
 
 @pytest.mark.slow
 def test_paths_through_a_constraint_are_accepted() -> None:
-    """Guards masks below the root, also before the request's length: an oracle's nodes, most of
-    them forbidden, are accepted where they are right. Two methods in one tree agree."""
+    """Guards masks below the root, before the request's length too; two methods in one tree agree."""
     asked = requests()
     known = {r.prompt: list(a) for r, a in zip(asked, answers(), strict=True) if r.sampling == SAMPLINGS[1]}
     oracle = Oracle(target(), known, 16, 6)
@@ -87,8 +76,7 @@ def test_paths_through_a_constraint_are_accepted() -> None:
 
 
 def test_a_constraint_is_asked_once_per_cycle() -> None:
-    """Guards the cost of verification: one walk for a whole tree. Heads that know the constraint
-    ask at every level."""
+    """Guards the cost of verification: one walk for a whole tree."""
     trie = Trie()
     asked = wished((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)
     _, steps = run(Decoder(target(), make("suffix", target())), [asked])
@@ -148,8 +136,7 @@ def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_left_is_said_only_where_it_matters() -> None:
-    """Guards dead ends: the one that the text runs into fails the request; one at a node that is
-    not taken fails nothing."""
+    """Guards dead ends: the text's own fails the request; one at a node that is not taken fails nothing."""
     eos = frozenset({EOS})
 
     class DeadEnd(Trie):

@@ -1,5 +1,4 @@
-"""Processors over trees: only prefixes that decoding reaches, and one clear error for a processor
-that returns no scores."""
+"""Processors over trees: only prefixes that decoding reaches, and one clear error for one that returns no scores."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def children(answer: tuple[int, ...]) -> list[int]:
 
 
 def trie(limit: int, seen: set[tuple[int, ...]]) -> PrefixConstrainedLogitsProcessor:
-    """transformers' own processor; it raises for prefixes outside the trie, and here for those that
-    are too long."""
+    """transformers' own processor; it raises for prefixes outside the trie, and here for those that are too long."""
 
     def allowed(batch: int, ids: Tensor) -> list[int]:
         answer = tuple(ids.tolist()[len(PROMPT) :])
@@ -75,9 +73,7 @@ PAIRS = [
 @pytest.mark.quick("eagle2-*", "suffix-*")
 @pytest.mark.parametrize(("method", "sampling", "limit"), PAIRS)
 def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, sampling: Sampling, limit: int) -> None:
-    """Guards against processors that are run behind forbidden tokens, behind EOS, at scouts or
-    behind the last token, where a trie raises: lookahead and self_speculative did so in every run.
-    The text is plain decoding's."""
+    """Guards processors behind forbidden tokens, an EOS, scouts or the last token, where a trie raises."""
     drafter, seen = make(method, target), set[tuple[int, ...]]()
     request = wished(PROMPT, limit, sampling, frozenset({EOS}), processors=(trie(limit, seen),))
     tokens, _ = run(Decoder(target, drafter), [request])
@@ -89,8 +85,7 @@ def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, 
 
 
 def test_greedy_rows_process_the_accepted_path_alone(target: Target) -> None:
-    """Guards the cost: in a greedy row every processor call but the last of a cycle leads to a
-    token of the text."""
+    """Guards the cost: in a greedy row all processor calls but a cycle's last lead to tokens of the text."""
     seen = set[tuple[int, ...]]()
     request = wished(PROMPT, LONGEST, eos=frozenset({EOS}), processors=(trie(LONGEST, seen),))
     tokens, _ = run(Decoder(target, make("eagle2", target)), [request])
@@ -130,8 +125,7 @@ BAD: list[tuple[Callable[..., Any], str]] = [
 @pytest.mark.parametrize("late", [False, True], ids=["first token", "in a tree"])
 @pytest.mark.parametrize(("processor", "message"), BAD, ids=[message.split()[1] for _, message in BAD])
 def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., Any], message: str, late: bool) -> None:
-    """Guards against empty texts, tracebacks and blame on the target for a processor's mistake; at
-    the first token and in a tree."""
+    """Guards against empty texts, tracebacks and blame on the target; at the first token and in a tree."""
 
     def sometimes(ids: Tensor, scores: Tensor) -> Tensor:
         return processor(ids, scores) if ids.shape[1] > len(PROMPT) + 2 * late else scores
@@ -144,12 +138,11 @@ def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., 
 
 def test_greedy_rows_may_force_a_token_by_inf(target: Target) -> None:
     """Guards a habit that transformers allows: +inf at the token to be taken."""
-    request = wished(
-        PROMPT,
-        4,
-        processors=(lambda ids, scores: torch.full_like(scores, 0.0).index_fill(1, torch.tensor([7]), torch.inf),),
-    )
-    assert run(Decoder(target, make("eagle2", target)), [request])[0] == [[7] * 4]
+
+    def forces(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.zeros_like(scores).index_fill(1, torch.tensor([7]), torch.inf)
+
+    assert run(Decoder(target, make("eagle2", target)), [wished(PROMPT, 4, processors=(forces,))])[0] == [[7] * 4]
 
 
 @pytest.mark.slow
@@ -170,17 +163,13 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else(target: Ta
     assert paths[0] == paths[1]
 
 
-def test_one_or_several() -> None:
+def test_one_or_several_features() -> None:
     one = Traced()
-    assert request_features(one) == (one,)
-    assert request_features([one, one]) == (one, one)
-    assert request_features(()) == ()
-
-
-@pytest.mark.parametrize("wrong", ["recall", RequestFeature, 3, [Traced], None])
-def test_what_is_not_a_feature_is_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError, match="features are objects of subclasses"):
-        request_features(wrong)
+    for given, found in ((one, (one,)), ([one, one], (one, one)), ((), ())):
+        assert request_features(given) == found
+    for wrong in ("recall", RequestFeature, 3, [Traced], None):
+        with pytest.raises(OptionError, match="features are objects of subclasses"):
+            request_features(wrong)  # type: ignore[arg-type]
 
 
 def test_two_features_with_scores_are_refused() -> None:

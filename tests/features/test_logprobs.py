@@ -1,5 +1,4 @@
-"""Log-probabilities of emitted tokens and of prompts, and traces of cycles, against a forward of
-the model over the whole text."""
+"""Log-probabilities of emitted tokens and prompts, and traces, against a forward of the model over the whole text."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ def by_the_model(ids: list[int]) -> Tensor:
 @cache
 @torch.no_grad()
 def tolerance() -> float:
-    """Return what float32 may lose: four times the largest error of the model's own forward over one
-    text. How much that is depends on the processor, which chooses the order of the sums (1.6e-5
-    with AVX2); a wrong row, position or law differs by more than 1e-2."""
+    """What float32 may lose: four times the largest error of the model's own forward, which depends on the processor's
+    order of sums (1.6e-5 with AVX2); a wrong row, position or law differs by more than 1e-2."""
     ids = list(prompt(64))
     narrow = target().model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
     return 4 * float((narrow - by_the_model(ids)).abs().max())
@@ -94,9 +92,7 @@ def collected(steps: list[Step], request_id: int) -> list[TokenLogprobs]:
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["model", "kernels"])
 @pytest.mark.parametrize("name", drafters.names())
 def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kernels: bool) -> None:
-    """Guards the node that each token was drawn at, the bonus's too: raw numbers, whatever
-    penalties, biases and temperature do, in rows that ask for different counts, or for none. One
-    row by kernels and three without, or the other way round, by turns from method to method."""
+    """Guards the node of each token, the bonus's too: raw numbers under any law, different counts in rows."""
     drafter, rows = make(name, target(by_kernels)), 1 if (drafters.names().index(name) + by_kernels) % 2 else 3
     tokens, steps = run(Decoder(drafter.target, drafter, rows), asked())
     for i, (request, new) in enumerate(zip(asked(), tokens, strict=True)):
@@ -111,8 +107,7 @@ def test_every_method_gives_the_models_own_log_probabilities(name: str, by_kerne
 
 @pytest.mark.slow
 def test_on_long_paths() -> None:
-    """Guards the order along a path: an oracle's steps emit several tokens, which the request's
-    length cuts."""
+    """Guards the order along a path: an oracle's steps emit several tokens, which the request's length cuts."""
     for length in (1, 2, 3, 5, 8, 13):
         request = wished(prompt(9), length, logprobs=2)
         answer = plain_decode(target().model, Request(prompt(9), 20))
@@ -146,8 +141,7 @@ def recorded_target(monkeypatch: pytest.MonkeyPatch) -> Target:
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("name", ["vanilla", "eagle2", "suffix"])
 def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards replays: with and without log-probabilities, and other widths, each is a recording of
-    its own; numbers are right."""
+    """Guards replays: with, without, and other widths are recordings of their own; numbers are right."""
     recorded = recorded_target(monkeypatch)
     decoder = Decoder(recorded, make(name, recorded))
     for count in (None, 2, 4, None, 12):
@@ -160,23 +154,15 @@ def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatc
     assert {key[-1] for key in decoder.cycle_runner.recorder._recorded} == {None, 5, 20}
 
 
-# --- prompts
-
-
 @pytest.mark.quick("None-kernels")
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("budget", [None, 5])
 def test_prompts(by_kernels: bool, budget: int | None) -> None:
-    """Guards the borders of chunks: the first token has none, each other one has that of the token
-    before it, in whatever chunk; and prompts whose beginning is in a cache already, which must be
-    read again."""
+    """Guards borders of chunks: each token but the first has the one before it; cached prompts are read again."""
     drafter = make("eagle2", target(by_kernels))
     decoder = Decoder(drafter.target, drafter, 2, reuse=True, prefill_budget=budget)
-    requests = [
-        wished(prompt(n), 4, prompt_logprobs=count, logprobs=1)
-        for n, count in ((17, 2), (17, 0), (1, 3), (70, 4), (17, None))
-    ]
-    for request in requests:
+    for length, count in ((17, 2), (17, 0), (1, 3), (70, 4), (17, None)):
+        request = wished(prompt(length), 4, prompt_logprobs=count, logprobs=1)
         (new,), steps = run(decoder, [request])
         assert new == plain_decode(target().model, request)
         (entries,) = [step.extra.get("prompt_logprobs", ()) for step in steps if step.prefill]
@@ -195,8 +181,7 @@ def check_prompt(request: Request, entries: Any) -> None:
 
 
 def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory: no more than one chunk's logits are there at a time, and a slice of their
-    log-softmax."""
+    """Guards the memory: one chunk's logits at a time, and a slice of their log-softmax."""
     monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
     monkeypatch.setattr("eyas.features.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
     request = wished(prompt(100), 1, prompt_logprobs=1)
@@ -204,16 +189,12 @@ def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     check_prompt(request, steps[0].extra["prompt_logprobs"])
 
 
-# --- traces
-
-
 @pytest.mark.cover
 @pytest.mark.quick("eagle1-greedy", "vanilla-sampled")
 @pytest.mark.parametrize("law", LAWS[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["vanilla", "eagle1", "eagle2", "suffix", "lookahead", "merged"])
 def test_traces(name: str, law: Sampling) -> None:
-    """Guards the page: candidates only, parents before children, probabilities that belong to the
-    right parent, and why the path ended."""
+    """Guards the page: candidates only, parents first, probabilities of the right parent, and why the path ended."""
     drafter = Merged(make("eagle2", target()), make("suffix", target())) if name == "merged" else make(name, target())
     asked = wished((5, 9, 100, 3) * 5, 20, law, trace=True)
     (new,), steps = run(Decoder(drafter.target, drafter), [asked])
@@ -221,8 +202,6 @@ def test_traces(name: str, law: Sampling) -> None:
     text, ended = list(asked.prompt) + new[:1], set[str]()
     for step in steps[1:]:
         trace = step.extra["trace"]
-        assert trace is not None
-        assert step.draft is not None
         assert len(trace.nodes) == int(step.draft.tree.acceptable_BN[0].sum())
         root, *others = trace.nodes
         assert (root.parent, root.token, root.depth, root.accepted) == (-1, text[-1], 0, True)
@@ -253,8 +232,7 @@ def test_traces(name: str, law: Sampling) -> None:
 
 @pytest.mark.slow
 def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the trace's scores, which a recording does not keep; the same row without a trace is
-    recorded again."""
+    """Guards the trace's scores, which a recording does not keep; without a trace it is recorded again."""
     recorded = recorded_target(monkeypatch)
     decoder = Decoder(recorded, make("eagle2", recorded))
     assert isinstance(decoder.cycle_runner, CycleReplay)

@@ -1,5 +1,4 @@
-"""Structured output through `LLM` and the engine: the ids are those of plain decoding under the
-same masks, for every method."""
+"""Structured output through `LLM` and the engine: plain decoding's ids under the same masks, for every method."""
 
 from __future__ import annotations
 
@@ -75,9 +74,7 @@ def plain(number: int) -> tuple[int, ...]:
     [*((name, 3) for name in drafters.names()), *((name, 1) for name in ("suffix", "eagle2", "eagle1"))],
 )
 def test_every_method(name: str, rows: int) -> None:
-    """Guards masks at every node of every method's trees, rows that join and leave, and the cut
-    where nothing may follow: greedy and seeded ids are those of plain decoding under the same
-    masks. Children that are sampled keep the distribution only, and valid texts."""
+    """Guards masks at every node, rows that join and leave, and ends; sampled children give valid texts."""
     requests = [request(number) for number in range(6 if rows > 1 else 3)]
     tokens, _ = run(Decoder(target(), make(name, target()), rows), requests)
     for number, (one, new) in enumerate(zip(requests, tokens, strict=True)):
@@ -105,11 +102,9 @@ def embedded() -> eyas.LLM:
 
 
 @pytest.mark.cover(keywords=1)
-@pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_json_of_the_embedded_model(keywords: dict[str, Any]) -> None:
-    """Guards the whole way from a schema to a text: it parses, it validates, and it is that of
-    plain decoding; streamed and not."""
+    """Guards the whole way from a schema to a text: it validates, and is plain decoding's, streamed or not."""
     asked = {"response_format": FORMAT, "max_new_tokens": 80, **keywords}
     prompt = "I want to book a table for two in San Jose tonight."
     result = embedded().generate(prompt, **asked)
@@ -134,18 +129,14 @@ def test_other_structures_of_the_embedded_model() -> None:
     assert all(regex.fullmatch("[a-z]{4}", result.text) for result in samples)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"choice": ["What a day 😀", "What a night"], "min_tokens": 30},
-        {"regex": "(What|Which) (day|time)!", "min_tokens": 30, "ignore_eos": True},
-        {"stop": "time", "min_tokens": 1},
-        {"stop": ["o you", "zzz"], "temperature": 1.0, "seed": 1},
-    ],
-)
+@pytest.mark.parametrize("asked", [
+    {"choice": ["What a day 😀", "What a night"], "min_tokens": 30},
+    {"regex": "(What|Which) (day|time)!", "min_tokens": 30, "ignore_eos": True},
+    {"stop": "time", "min_tokens": 1},
+    {"stop": ["o you", "zzz"], "temperature": 1.0, "seed": 1},
+])  # fmt: skip
 def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> None:
-    """Guards the ends that only the text tells, with drafts of what follows: stop strings, and
-    structures whose end min_tokens bans. A processor sees the texts that it sees without drafts."""
+    """Guards ends that only the text tells, with drafts behind them: processors see what they see without."""
     llm, prompt = embedded(), "I want to book a table for two in San Jose tonight."
     start, free = len(llm.ids(prompt)), llm.generate(prompt, max_new_tokens=40)
     texts = list[set[str]]()

@@ -1,5 +1,4 @@
-"""A tiny model whose greedy text repeats itself, so that drafts are accepted, and a padded batch of
-prompts."""
+"""A tiny model whose greedy text repeats itself, so that drafts are accepted, and a padded batch of prompts."""
 
 from __future__ import annotations
 

@@ -22,13 +22,11 @@ from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import EyasError
 from eyas_train.custom_generate import write_custom_generate
+from golden import needs_weights
 from hooks.conftest import padded
 from toy_tokenizer import VOCAB, byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-needs_weights = pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
 ASKED: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
 
@@ -90,8 +88,7 @@ def test_attachments_replace_each_other(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_loaded_twice(model: PreTrainedModel, loads: list[Any]) -> None:
-    """Loading or packing the target for each call would cost more than drafts gain; weights that
-    changed need it."""
+    """Loading or packing for each call would cost more than drafts gain; weights that changed need it."""
     for _ in range(2):
         model.generate(**padded(), **ASKED, custom_generate=eyas.hf("suffix", tree="fixed"))
     with eyas.attach(model, "suffix", tree="fixed"):
@@ -169,8 +166,7 @@ def test_a_generate_of_somebody_else_stays(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 def test_pipelines_and_arguments_by_position(model: PreTrainedModel) -> None:
-    """A pipeline calls `model.generate` with its own mixture of arguments; stop strings bring the
-    tokenizer along."""
+    """A pipeline calls `model.generate` with its own mixture of arguments; stop strings bring the tokenizer along."""
     tokenizer = byte_tokenizer(template=None)
     tokenizer.padding_side = "left"
     answer = pipeline("text-generation", model=model, tokenizer=tokenizer)

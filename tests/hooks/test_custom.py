@@ -1,5 +1,4 @@
-"""`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does
-without eyas, or eyas refuses."""
+"""`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does without eyas."""
 
 from __future__ import annotations
 
@@ -62,7 +61,6 @@ def agree(model: PreTrainedModel, *given: Any, custom: Any = None, **asked: Any)
 
 
 @pytest.mark.cover(family=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:
     """Padding counted as text, a law applied in another order, or a cut at the wrong token changes an id."""
@@ -79,8 +77,7 @@ def test_greedy_ids_of_five_families(family: str) -> None:
 
 @pytest.mark.slow
 def test_lengths_and_defaults_of_the_model(model: PreTrainedModel) -> None:
-    """The model's own generation config holds; without any length there are 20 new tokens;
-    max_length counts padding."""
+    """The model's own generation config holds; 20 new tokens without a length; max_length counts padding."""
     model.generation_config = GenerationConfig(repetition_penalty=1.4, eos_token_id=[17, 18], pad_token_id=PAD)
     short = GenerationConfig(max_new_tokens=5, min_new_tokens=9)
     for asked in ({}, {"max_length": 15}, {"generation_config": short}, {"max_new_tokens": 1}):
@@ -101,8 +98,7 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_streamers_are_told_the_same(model: PreTrainedModel, rows: int) -> None:
-    """transformers itself drops the streamer of a custom_generate and never ends it: whoever waits
-    for its text waits for ever."""
+    """transformers drops the streamer of a custom_generate and never ends it: whoever reads waits for ever."""
     batch = {name: value[:rows] for name, value in padded().items()}
     told = []
     for given, custom in ({}, None), ({}, by_eyas()), ({"inside": True}, None):
@@ -119,8 +115,7 @@ def test_streamers_are_told_the_same(model: PreTrainedModel, rows: int) -> None:
 
 
 class Recording(StoppingCriteria):
-    """Ends each row at its own length; keeps what it is called with. It asks for the whole batch,
-    as those of lm-eval do."""
+    """Ends each row at its own length, as lm-eval's criteria do for a whole batch; keeps what it is called with."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths, self.seen = lengths, list[Any]()
@@ -133,8 +128,7 @@ class Recording(StoppingCriteria):
 
 @pytest.mark.parametrize("eos", [None, 19])
 def test_criteria_are_called_as_transformers_calls_them(model: PreTrainedModel, eos: int | None) -> None:
-    """Rows run ahead of each other here; a criterion sees the batch token by token all the same.
-    Without an EOS ended rows go on."""
+    """Rows run ahead of each other; a criterion sees the batch token by token. Ended rows go on without EOS."""
     model.generation_config = GenerationConfig(pad_token_id=PAD, max_new_tokens=16)
     seen, answers = [], []
     for custom in (None, by_eyas()):
@@ -181,8 +175,7 @@ def test_an_end_that_is_no_token(model: PreTrainedModel, eos: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel, rows: int) -> None:
-    """Guards what is decoded beyond a criterion's end: a processor that fails there failed the call
-    with drafts and not without. One that fails before it still does."""
+    """Guards what is decoded beyond a criterion's end: a processor that fails there failed the call with drafts."""
     batch = {name: value[:rows] for name, value in padded().items()}
     expected = model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
     prompts = [row[mask.bool()] for row, mask in zip(*batch.values(), strict=True)]
@@ -211,8 +204,7 @@ def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel,
 @pytest.mark.quick("settings2")
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, SETTINGS[2]])
 def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Raw and processed scores belong to the tokens that they stand beside, though several tokens
-    come from one forward."""
+    """Raw and processed scores belong to their tokens, though several come from one forward."""
     outputs = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
     asked = {"max_new_tokens": 12, "pad_token_id": PAD, **outputs, **settings}
     custom = by_eyas()
@@ -240,8 +232,7 @@ def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_sampled_texts_have_transformers_law(model: PreTrainedModel) -> None:
-    """Pairs of tokens against their exact probabilities. Seeded; at twice the temperature the
-    p-value is 5e-27, at 1.4 times it 2e-4."""
+    """Pairs of tokens against exact probabilities, seeded; at 1.4 times the temperature p = 2e-4."""
     prompt, temperature, kept, count = padded()["input_ids"][:1], 1.4, 4, 600
     torch.manual_seed(3)
     asked = {"do_sample": True, "temperature": temperature, "top_k": kept, "max_new_tokens": 2}
@@ -344,8 +335,7 @@ def test_inputs_that_every_forward_reads_are_refused(case: str) -> None:
 
 @pytest.mark.slow
 def test_every_input_of_a_forward_is_known() -> None:
-    """Which inputs count as an image's goes by their names, so the names of all causal models of transformers are
-    looked through. None that generate hands to every forward may be among them."""
+    """An image's inputs go by names: none that generate hands to every forward may be among them."""
     kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.values()]
     listed = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
     names = {name for kind in listed for name in inspect.signature(kind.forward).parameters}
@@ -364,12 +354,8 @@ def test_types_of_token_that_change_nothing() -> None:
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
     torch.manual_seed(0)
     model = BertLMHeadModel(BertConfig(**sizes, vocab_size=VOCAB, is_decoder=True, pad_token_id=PAD)).eval()
-    asked = {
-        "inputs": padded()["input_ids"][:1],
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "attention_mask": torch.ones(1, 9),
-    }
+    asked = {"inputs": padded()["input_ids"][:1], "max_new_tokens": 6, "do_sample": False}
+    asked["attention_mask"] = torch.ones(1, 9)
     types = torch.zeros(1, 9, dtype=torch.long)
     agree(model, **asked, token_type_ids=types)
     with pytest.raises(EyasError, match=r"^token_type_ids is not served"):
@@ -395,8 +381,7 @@ def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> Non
 
 @pytest.mark.slow
 def test_threads_take_turns(model: PreTrainedModel) -> None:
-    """Two calls for one model at the same time, and a streamer that is read elsewhere, as users of
-    TextIteratorStreamer do."""
+    """Two calls for one model at a time, and a streamer that is read elsewhere."""
     tokenizer, custom = byte_tokenizer(), by_eyas()
     prompts = [row[None] for row in padded()["input_ids"]]
     asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD}
@@ -435,8 +420,7 @@ def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
 
 
 def test_contexts_and_dtypes(model: PreTrainedModel) -> None:
-    """Results are ordinary tensors inside and outside of inference_mode; half precision and int32
-    ids work."""
+    """Results are ordinary tensors inside and outside of inference_mode; half precision and int32 ids work."""
     ids = padded()["input_ids"][:1]
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     with torch.inference_mode():

@@ -48,8 +48,7 @@ ORDERS: dict[str, tuple[dict[str, Any], int]] = {  # settings of generate -> pro
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("row", [0, 1])
 def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: int) -> None:
-    """A step that is moved before another one, a penalty on padding, a length counted without it:
-    each changes a score."""
+    """A step moved before another, a penalty on padding, a length without it: each changes a score."""
     given, slow = ORDERS[order]
     settings = {**given}
     custom = LogitsProcessorList([settings.pop("custom")] if "custom" in settings else [])
@@ -76,10 +75,8 @@ def test_scores_are_those_of_the_list(model: PreTrainedModel, order: str, row: i
         seen[0, text] = True
         ending[0, list(EOS)] = True
         wait = torch.tensor([max(0, request.min_tokens - emitted)])
-        adjustments, slow_ones = (
-            Adjustments(seen, None, None, ending, wait),
-            make_custom(processors_of(request), text, False, None),
-        )
+        adjustments = Adjustments(seen, None, None, ending, wait)
+        slow_ones = make_custom(processors_of(request), text, False, None)
         found_1V = apply_sampling(logits_3V[row][None], request.sampling, adjustments, slow_ones)
         torch.testing.assert_close(found_1V[0].softmax(-1), expected_V.softmax(-1), atol=1e-6, rtol=1e-4)
 

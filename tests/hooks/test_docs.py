@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 import eyas
-from eyas import tiny
+from golden import needs_weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "transformers.md").read_text()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(
-    not (tiny.FOLDER / tiny.PACKED).exists(), reason="the embedded model's weights are not in this checkout"
-)
+@needs_weights
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A newcomer copies it from top to bottom."""

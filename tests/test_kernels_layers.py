@@ -111,7 +111,8 @@ class Weights:
                 torch.testing.assert_close(cached[:, :, end - k.shape[2] :], new, rtol=2**-8, atol=1e-5)
             elif store.dtype == torch.int8:
                 error = (cached[:, :, end - k.shape[2] :] - new).abs()
-                assert (error <= new.abs().amax(-1, keepdim=True) / 254 + 1e-5).all()
+                # the input of a second layer is off by what the first one rounds
+                assert (error <= new.abs().amax(-1, keepdim=True) / 254 + 1e-4).all()
             else:
                 cached[:, :, end - k.shape[2] :] = new
             keys, values = cached.repeat_interleave(s.heads // s.kv_heads, 1)

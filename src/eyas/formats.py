@@ -26,8 +26,8 @@ class WeightFormat:
             weights only) takes a third to a half of the arithmetic. "int16" and "int8" (int8 and int4
             weights only) are multiples of 1/32,639 or 1/127 of each token's largest value and take two
             thirds or a third of it. Where the processor lacks the instructions, they stay float32.
-        kv: keys and values of the cache. "exact": in the model's dtype; "bfloat16": rounded to that; "int8": multiples
-            of 1/127 of the largest number of each head's key or value.
+        kv: keys and values of the cache. "exact": in the model's dtype; "bfloat16": rounded to that. "int8" has multiples of
+            1/127 of the largest number of each head's key or value.
     """
 
     weights: Literal["exact", "bfloat16", "int8", "int4"] = "exact"

@@ -120,8 +120,8 @@ class Method(DraftMethod):
                 allowed_BW = allowed_BW & (slot_W >= position_B1 - 1 - self.net.text.sliding_window)
             mask_BW = additive_mask(allowed_BW, self.target.dtype)
             # kernels may have rounded them
-            stored = (x_BHWw.to(device, self.target.dtype) for x_BHWw in (key_BHWw, value_BHWw))
-            seen[kind] = SharedKeysValues(*stored, mask_BW[:, None, None])
+            key, value = (x_BHWw.to(device, self.target.dtype) for x_BHWw in (key_BHWw, value_BHWw))
+            seen[kind] = SharedKeysValues(key, value, mask_BW[:, None, None])
         return seen
 
     def chain(self, depth: int) -> Method:

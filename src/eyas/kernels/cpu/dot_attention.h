@@ -39,6 +39,7 @@ INLINE void transpose(FloatVec* rows) {
 template <int BYTES, int AHEAD, class Put>
 INLINE void pack_slots(const char* const* slot, Put put) {
     for (int half = 0; half < 2; half++, slot += LANES)
+#pragma GCC unroll 2
         for (int64_t at = 0; at < BYTES; at += sizeof(FloatVec)) {
             FloatVec words[LANES];
 #pragma GCC unroll 16

@@ -91,13 +91,8 @@ def load(
             weights in bfloat16, "int16" or "int8" with weights in int8 or int4. Prompts and large trees then cost
             less; the output is again the rounded model's.
         kv: "exact", or "bfloat16" or "int8", to which the kernels round keys and values: a half or a quarter of their
-<<<<<<< HEAD
-            memory, and long contexts cost less; the output is again another model's.
-        draft_weights: the format of the head's weights. "auto" is as stored, except that the CPU kernels round to
-=======
             memory. Long contexts cost less, and the output is again another model's.
-        draft_weights: the format of the head's weights. "exact" is as stored, except that the CPU kernels round to
->>>>>>> ha
+        draft_weights: the format of the head's weights. "auto" is as stored, except that the CPU kernels round to
             int8 with 16-bit activations; "int4" is rounded by the CPU kernels, "fp8" for GPUs with fp8 matrix
             products. This changes guesses only, no text. "exact" is read as "auto".
         options: the method's own options, for example tree={"nodes": 32, "depth": 5}. Options that only the

@@ -7,6 +7,10 @@ JOBS   ?= 2
 TESTS  ?= tests packages
 ARGS   ?=
 
+BIN   := .venv/bin
+STAMP := .venv/.installed
+LINT  := src tests runs packages conftest.py
+
 # Contestants of `make bench`: trees of several sizes, the size that the machine suggests, and that size with a random head.
 SIZES  := eagle3:tree.nodes=4:tree.depth=3:tree.branch=1,eagle3:tree.nodes=8:tree.depth=4:tree.branch=2,eagle3:tree.nodes=26:tree.depth=5:tree.branch=4
 TREES  := $(SIZES),eagle3:tree=auto,eagle3:tree=auto:head=random

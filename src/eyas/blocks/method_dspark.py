@@ -28,8 +28,6 @@ from eyas.errors import OptionError
 
 __all__ = ["Method", "Options"]
 
-CONFIDENCES = ("hidden+markov", "hidden", "none")
-
 
 @dataclass(frozen=True)
 class NewHead(NewBlockHead):
@@ -45,7 +43,7 @@ class NewHead(NewBlockHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("head", 0, markov_rank=self.markov_rank)
-        check_choice("head.confidence", self.confidence, CONFIDENCES)
+        check_choice("head.confidence", self.confidence, ("hidden+markov", "hidden", "none"))
         if self.confidence == "hidden+markov" and not self.markov_rank:
             raise OptionError(
                 "head.confidence hidden+markov reads the Markov head, but head.markov_rank is 0: give hidden or none"

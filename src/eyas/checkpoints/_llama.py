@@ -21,7 +21,6 @@ __all__ = [
     "read_rope", "text", "write_layer",
 ]  # fmt: skip
 
-LARGEST_COUNT = 2**31
 # of other families
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_eps")
 # tensors of queries and keys, whose rows are channels of heads
@@ -183,7 +182,7 @@ def write_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return the value of this key, a whole number from 1 to 2^31; `default` when it is absent or null."""
     value = _present(config, key, default)
-    if not is_whole(value) or not 1 <= value <= LARGEST_COUNT:
+    if not is_whole(value) or not 1 <= value <= 2**31:
         raise CheckpointError(f"config.json has {key} {short(value)}; it must be a whole number above 0")
     return value
 

@@ -27,9 +27,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from eyas.errors import ModelError
 
 __all__ = [
-    "SCALE_BYTES", "KVCache", "LayerCache", "Layout", "additive_mask", "commit_path", "common_prefix", "from_int8", "layout_of",
+    "KVCache", "LayerCache", "Layout", "additive_mask", "commit_path", "common_prefix", "from_int8", "layout_of",
     "slot_mask", "slot_positions",
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 # per layer: (heads, head size of keys, head size of values); None = the layer stores nothing of its
 # own
@@ -39,7 +39,6 @@ StoreKey = tuple[int, int, torch.device]
 
 Commit = Callable[[Tensor, Tensor, Tensor], None]  # the signature of `commit_path`
 BUCKET = 256  # slots are allocated in multiples of this
-SCALE_BYTES = 4  # of a slot in int8: the float32 after its numbers, by which they are multiplied
 MMAP_FROM_BYTES = 2**20  # tensors of this size and larger use anonymous mmap on a CPU, see `_zeros`
 # on a GPU the width of a forward is a multiple of this: attention kernels want aligned masks, and
 # fewer shapes occur
@@ -72,12 +71,8 @@ class LayerCache:
         """See `KVCache.update`."""
         for store, states in ((self.key_RHSh, key_states), (self.value_RHSh, value_states)):
             store[self.row_R1, :, self.slot_RN] = _as_stored(states, store.dtype).transpose(1, 2)
-        key_RHWh, value_RHWh = self.key_RHSh[:, :, : self.width], self.value_RHSh[:, :, : self.width]
-        return (
-            (key_RHWh[self.row_R1[:, 0]], value_RHWh[self.row_R1[:, 0]])
-            if self.gathers_rows
-            else (key_RHWh, value_RHWh)
-        )
+        row_R = self.row_R1[:, 0] if self.gathers_rows else slice(None)
+        return self.key_RHSh[row_R, :, : self.width], self.value_RHSh[row_R, :, : self.width]
 
 
 def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,7 +87,7 @@ def _as_stored(states: Tensor, dtype: torch.dtype) -> Tensor:
 
 class KVCache(Cache):
     """Keys and values of B rows in one tensor [E, B, H, S, h]; one for each (heads, head size,
-    device), if layers differ. In int8, which kernels write, a slot has SCALE_BYTES more.
+    device), if layers differ. In int8, which kernels write, a slot has 4 bytes more.
 
     Args:
         layout: the sizes of each layer.
@@ -107,7 +102,7 @@ class KVCache(Cache):
     ) -> None:  # fmt: skip
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.rows, self.dtype, self.device, self._commit = rows, dtype, device, commit or commit_path
-        self.slots, self._extra = 0, SCALE_BYTES if dtype == torch.int8 else 0
+        self.slots, self._extra = 0, 4 if dtype == torch.int8 else 0  # the float32 that multiplies a slot's numbers
         # layer -> for its keys, then its values: (store, index in the first dimension of that
         # store)
         self._entries_of_layer: dict[int, tuple[tuple[StoreKey, int], ...]] = {}
@@ -269,15 +264,15 @@ class KVCache(Cache):
         """Return the bytes that this number of slots per row takes on each device."""
         total: dict[torch.device, int] = {}
         for (heads, h, device), n in self._entries_of_store.items():
-            numbers = n * self.rows * heads * (h + self._extra) * slots
-            total[device] = total.get(device, 0) + numbers * self.dtype.itemsize
+            total[device] = (
+                total.get(device, 0) + n * self.rows * heads * (h + self._extra) * slots * self.dtype.itemsize
+            )
         return total
 
 
 def from_int8(store: Tensor) -> Tensor:
-    """Return slots [..., h + SCALE_BYTES] of a cache in int8 as float32 [..., h]."""
-    scale = store[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return store[..., :-SCALE_BYTES].float() * scale
+    """Return slots [..., h + 4] of a cache in int8 as float32 [..., h]."""
+    return store[..., :-4].float() * store[..., -4:].contiguous().view(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -40,8 +40,6 @@ from eyas.nn import Compiled, DraftKVCache, LayerShape, rope_frequencies
 
 __all__ = ["DynamicEagle", "EagleMethod", "EagleNet", "EagleSession", "Window"]
 
-CROPS = ("halves", "last", "none")
-
 
 @dataclass(frozen=True)
 class Window:
@@ -60,7 +58,7 @@ class Window:
         if self.size is not None:
             check_whole("window", 1, size=self.size)
         check_whole("window", 0, sink=self.sink)
-        check_choice("window.crop", self.crop, CROPS)
+        check_choice("window.crop", self.crop, ("halves", "last", "none"))
 
 
 class EagleNet(Protocol):

@@ -49,7 +49,6 @@ __all__ = [
 ]  # fmt: skip
 
 NOISES = ("coupled", "none")
-EXPANSIONS = ("value", "confidence")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class DynamicTree:
     def __post_init__(self) -> None:
         check_whole("tree", 1, nodes=self.nodes, depth=self.depth, branch=self.branch)
         check_choice("tree.noise", self.noise, NOISES)
-        check_choice("tree.expand", self.expand, EXPANSIONS)
+        check_choice("tree.expand", self.expand, ("value", "confidence"))
         if not isinstance(self.rerank, bool):
             raise OptionError(f"tree.rerank must be true or false, got {self.rerank!r}")
         if not is_number(self.stop) or not 0 <= self.stop < 1:

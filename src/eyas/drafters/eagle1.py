@@ -97,7 +97,6 @@ _REFERENCE = "0 1 2 3  00 01 02 10 11 20 21 30  000 001 002 010 011 020 021 100 
 REFERENCE_TREE: Choices = check_choices(tuple(map(int, path)) for path in _REFERENCE.split())
 
 NOISES = ("sampled", "coupled")
-TRAINING_NOISES = ("uniform", "reference", "none")
 VERIFICATIONS = ("token", "block")
 
 
@@ -157,7 +156,7 @@ class HeadOptions:
     """Added to the features: uniform U(-0.1, 0.1); reference, the same times 512 / tokens; none."""
 
     def __post_init__(self) -> None:
-        check_choice("noise", self.noise, TRAINING_NOISES)
+        check_choice("noise", self.noise, ("uniform", "reference", "none"))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from eyas.errors import OptionError
 
 __all__ = ["Lookup", "Method", "NgramIndex"]
 
-PICKS = ("newest", "oldest")
-
 
 @dataclass(frozen=True)
 class Lookup:
@@ -47,7 +45,7 @@ class Lookup:
         check_whole("lookup", 1, longest=self.longest, shortest=self.shortest, depth=self.depth, matches=self.matches)
         if self.shortest > self.longest:
             raise OptionError(f"lookup.shortest is {self.shortest}, more than lookup.longest, {self.longest}")
-        check_choice("lookup.pick", self.pick, PICKS)
+        check_choice("lookup.pick", self.pick, ("newest", "oldest"))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ SETTINGS = {
     "output_hidden_states": "eyas keeps no hidden states of every layer",
     "token_healing": "the prompt would be changed before eyas sees it",
 }
-REFUSED_CACHES = ("quantized", "offloaded", "paged")
 # Keyword arguments of the model's forward that generate prepares itself, and those that eyas reads.
 PREPARED = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "position_ids",
@@ -52,7 +51,7 @@ def check_call(model: PreTrainedModel, config: GenerationConfig, model_kwargs: K
     for name, why in SETTINGS.items():
         if getattr(config, name, None):
             raise refused(name, why)
-    if config.cache_implementation in REFUSED_CACHES:
+    if config.cache_implementation in ("quantized", "offloaded", "paged"):
         raise refused(
             f"cache_implementation={config.cache_implementation!r}",
             "eyas keeps exact keys and values on the model's device",

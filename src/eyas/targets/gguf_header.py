@@ -18,7 +18,6 @@ __all__ = ["Header", "read_header"]
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-VERSIONS = (2, 3)
 MAGIC = b"GGUF"
 TOKENS = "tokenizer.ggml.tokens"
 MOST_TOKENS = 1_000_000
@@ -108,7 +107,7 @@ class _Reader:
     def header(self, name: str) -> Header:
         magic, self.at = self.data[:4], 4
         version = self.number("I")
-        if magic != MAGIC or version not in VERSIONS:
+        if magic != MAGIC or version not in (2, 3):
             raise ValueError(f"{name} is not a GGUF file of version 2 or 3 (little endian)")
         tensors, settings = self.number("Q"), self.number("Q")
         values, parts = dict[str, Any](), dict[str, bytes]()

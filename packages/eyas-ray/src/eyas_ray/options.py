@@ -12,7 +12,6 @@ __all__ = ["APPLICATION", "DEPLOYMENT", "Fleet", "deployment_options"]
 
 APPLICATION = DEPLOYMENT = "eyas"  # their names in Ray Serve
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-RETRY_AFTER_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def deployment_options(fleet: Fleet) -> dict[str, Any]:
         "name": DEPLOYMENT,
         "max_ongoing_requests": 2 * fleet.rows,
         "max_queued_requests": fleet.queue,
-        "backpressure_config": {"status_code": 429, "retry_after_s": RETRY_AFTER_SECONDS},
+        "backpressure_config": {"status_code": 429, "retry_after_s": 1},
         "graceful_shutdown_timeout_s": fleet.drain,
         "health_check_period_s": 5,
         "ray_actor_options": {"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},

@@ -52,7 +52,6 @@ _LAYER_KEYS = {  # keys of our config for the shape of the prefix layer
 }  # fmt: skip
 _NEWER_KEYS = {"qk_norm"}  # not in the configs of earlier versions
 _PREFIX = "prefix_embeding_layer."
-_UNREAD = f"{_PREFIX}embed_tokens.weight"
 _LAYER_NAMES = {
     f"{_PREFIX}layers.0.input_layernorm.weight": "prefix.input_norm.weight",
     **{
@@ -73,7 +72,7 @@ def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[st
     """Return ("hydra", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     ours = _read_config(config, tensors)
     names = _names(ours)
-    used = {name: tensor for name, tensor in tensors.items() if name != _UNREAD}
+    used = {name: tensor for name, tensor in tensors.items() if name != f"{_PREFIX}embed_tokens.weight"}
     missing = [published for published, name in names.items() if published not in used and name != "embed.weight"]
     extra = [f"{name} {list(tensor.shape)}" for name, tensor in used.items() if name not in names]
     if missing or extra:

@@ -70,7 +70,6 @@ REFERENCE_TREE: Choices = check_choices(
     (*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count)
 )
 
-OUTPUTS = ("own", "target")
 NOISES = ("coupled", "none")
 
 
@@ -125,7 +124,7 @@ class NewHeads(HeadCount):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("head.output", self.output, OUTPUTS)
+        check_choice("head.output", self.output, ("own", "target"))
 
 
 @dataclass(frozen=True)

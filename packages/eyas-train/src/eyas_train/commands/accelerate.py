@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from eyas_train.accelerate.prospect import Prospect
 
 GROUP = "Heads"
-SHOWN_NODES = (1, 4, 8, 16, 32)
 SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
 eyas accelerate MODEL --minutes 60 --output HEAD  # with eyas' own questions
@@ -202,7 +201,7 @@ def _show(prospect: Prospect) -> None:
     print_table(("step", "what", "minutes"), [(step, what, f"{s / 60:.1f}") for step, what, s in rows], title)
     sys.stdout.flush()
     passes = zip(prospect.costs.nodes, prospect.costs.verify, strict=True)
-    shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in SHOWN_NODES)
+    shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in (1, 4, 8, 16, 32))
     note(f"milliseconds of a pass of the target over so many nodes: {shown}")
     note("the speed-up is measured after training, by the bench")
     known = named.find(prospect.target)

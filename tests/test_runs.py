@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 import time
-from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -67,19 +66,6 @@ def test_help(name: str, command: Any, capsys: pytest.CaptureFixture[str], monke
         command(name).main()
     assert ended.value.code == 0
     assert f"python {SCRIPTS[name].relative_to(RUNS.parent)}" in capsys.readouterr().out
-
-
-def test_no_head_is_judged_on_a_chat_of_its_training(command: Any, tmp_path: Path) -> None:
-    """Bug: a held-in chat that is in the training data too is asked."""
-
-    def write(name: str, texts: list[str]) -> Path:
-        pairs = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
-        (tmp_path / name).write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
-        return tmp_path / name
-
-    every, held = write("every", [str(number) for number in range(9)]), write("held", ["a", "4", "b", "c"])
-    found = command("compare_heads").asked(Namespace(chats=held, trained_on=every, skip=1, limit=9))
-    assert [prompt.messages[0]["content"] for prompt in found] == ["b", "c"]
 
 
 def test_answers_of_many_rows_are_plain_decoding(command: Any) -> None:

@@ -281,7 +281,7 @@ def _fused_layers(layers: str | tuple[int, ...], target: Target) -> tuple[int, .
         if (default := _default_layers(target)) is None:
             raise FitError(
                 f"EAGLE-3 fuses the inputs of layers 2, L/2 and L-3, which are three different ones from 7 layers on; this target has {L}: "
-                f"name layers with --head.layers, like --head.layers 0,{L // 2},{L - 1}"
+                f"pass layers with --head.layers, like --head.layers 0,{L // 2},{L - 1}"
             )
         return default
     return layer_numbers(layers, target)

@@ -279,7 +279,12 @@ def _kernels(target: Target) -> dict[str, Any]:
     except UnsuitedError as why:
         if "do not know the family" in str(why):
             return {"kernels": False}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    if config.model_type == "lfm2_moe":
+        sizes |= {
+            name: getattr(config, name)
+            for name in ("layer_types", "num_dense_layers", "num_experts", "num_experts_per_tok")
+        }
     if config.model_type == "gemma4_text":
         sizes["vocab_size_per_layer_input"] = zoo.VOCAB
     try:

@@ -111,8 +111,7 @@ class Weights:
                 torch.testing.assert_close(cached[:, :, end - k.shape[2] :], new, rtol=2**-8, atol=1e-5)
             elif store.dtype == torch.int8:
                 error = (cached[:, :, end - k.shape[2] :] - new).abs()
-                # the input of a second layer is off by what the first one rounds
-                assert (error <= new.abs().amax(-1, keepdim=True) / 254 + 1e-4).all()
+                assert (error <= new.abs().amax(-1, keepdim=True) / 254 + 1e-5).all()
             else:
                 cached[:, :, end - k.shape[2] :] = new
             keys, values = cached.repeat_interleave(s.heads // s.kv_heads, 1)
@@ -202,7 +201,8 @@ def test_a_layer_computes_what_float64_does(kind: str, kv: str, head_dim: int) -
         exact = layer.reference(exact, forward, cached[2 * n : 2 * n + 2])
         if n == 0:
             torch.testing.assert_close(taps_MF[:, HIDDEN:].double(), exact.flatten(0, 1), rtol=1e-5, atol=atol)
-    torch.testing.assert_close(ours.double(), exact.flatten(0, 1), rtol=1e-5, atol=2 * atol)
+            exact = taps_MF[:, HIDDEN:].double().view_as(exact)  # so that the second layer has the same input
+    torch.testing.assert_close(ours.double(), exact.flatten(0, 1), rtol=1e-5, atol=atol)
     for r, length in enumerate(LENGTHS):
         for slots in (slice(length + OLD), slice(length + OLD + Q, None)):
             assert torch.equal(forward.store[:, r, :, slots], before[:, r, :, slots]), "only new nodes are stored"

@@ -74,9 +74,7 @@ class Workshop:
         """The model with its heads."""
         found = find(self.model)
         if found is None or "eagle3" not in found.heads:
-            raise InputError(
-                f"--target {self.model} is no model of eyas with an EAGLE-3 head: use embedded or smollm2-q4_1"
-            )
+            raise InputError(f"--target {self.model} has no EAGLE-3 head in eyas: use embedded or smollm2-q4_1")
         return found
 
     def target(self) -> Path:

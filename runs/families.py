@@ -4,7 +4,7 @@
     python runs/families.py --again llama,opt   tries these types again
     python runs/families.py --page              only makes the page from the record
 
-Each type is tried in a process of its own with a limit of time and memory: a crash of one does not stop the others.
+Each type is tried in its own process, with limits of time and memory, so a crash does not stop the other trials.
 docs/results/families.raw.jsonl (beside --output) keeps what was found; the same command goes on there. With another
 version of transformers, or of eyas, move it away.
 """

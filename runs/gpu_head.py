@@ -5,8 +5,8 @@
     python runs/gpu_head.py train --folder out/gpu_head --seconds 410       # 31.6M tokens read
     python runs/gpu_head.py keep --folder out/gpu_head --output runs/answers/general_gpu.npz --limit 12000
 
-`prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers as many
-as the time allows, three fifths at T = 1, by a decoding loop of its own with thousands of rows. `train` uses Muon; the
+`prompts` packs general prompts, questions of chats and the answers in runs/answers as token ids. `answers` answers prompts
+until the time is over, three fifths of them at T = 1. Its own loop decodes thousands of rows at once. `train` uses Muon. The
 learning rate falls by the clock, and the training-time test has two steps, after half of the time four. Greedy answers to
 reserved prompts are held out; curve.json gets the acceptance of a chain in them. --device cpu with small numbers tries it.
 

@@ -1,4 +1,4 @@
-"""What eyas gets from this distribution on a GPU: graphs, with kernels that have been tried, or with torch. Tried on a CPU."""
+"""This distribution gives eyas graphs on a GPU, with its kernels after they have been tried, else with torch's. These tests need no GPU."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_cycles_of_steps() -> None:
 
 
 def test_n_alpha_by_hand() -> None:
-    """Guards the definition: given that all earlier draft tokens were accepted; a cut at the end is no refusal."""
+    """Guards the definition: a share of the cycles whose earlier draft tokens were all accepted. An answer's end refuses nothing."""
     cycles = [metrics.cycle_of(s) for s in (chain(0), chain(2), chain(3), chain(1), chain(2, cut=True))]
     assert metrics.depth_counts(cycles, 3) == [(5, 4), (4, 3), (2, 1)]
     assert metrics.n_alpha(cycles, 3) == {"0-alpha": 4 / 5, "1-alpha": 3 / 4, "2-alpha": 1 / 2}

@@ -82,7 +82,8 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
     from eyas.api import load as load_llm
 
     arguments = {**asdict(model), **asdict(draft), **options}
-    verbose, template = arguments.pop("verbose"), arguments.pop("chat_template")
+    verbose, file = arguments.pop("verbose"), arguments.pop("chat_template")
+    template = None if file is None else text_of(Path(file).expanduser(), f"--chat-template {file} cannot be read")
     if arguments["tree"] is None:
         del arguments["tree"]
     try:
@@ -96,8 +97,7 @@ def load(model: TargetOptions, draft: DraftOptions, options: Mapping[str, Any]) 
         message = f"{name} is an option of {', '.join(owners)}, not of the method in use: leave it out, or choose another --method"
         raise OptionError(message) from error
     if template is not None:
-        tokenizer = need_tokenizer(llm)
-        tokenizer.chat_template = text_of(Path(template), f"--chat-template {template} cannot be read")
+        need_tokenizer(llm).chat_template = template
     return llm
 
 

@@ -42,7 +42,7 @@ TRAINING = shlex.split(
 def test_the_same_examples_from_either_source(
     run: Run, command: tuple[object, ...], chats: Path, tmp_path: Path, world: Path
 ) -> None:
-    """The way of a user: features, and a check; the examples and those held out are those of the data."""
+    """A user writes features and checks them. They hold the examples of the data, and the same ones are held out."""
     result = run(*command)
     assert result.exit_code == 0, (result.output, result.exception)
     for said in (

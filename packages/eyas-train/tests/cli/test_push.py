@@ -113,7 +113,7 @@ def test_refused(refused: Callable[..., str], hub: Hub, head: Path, monkeypatch:
     """Bugs: a page of traceback where the hub says no; something that is no hub id becomes a
     repository of that name."""
     assert "is not a hub id: give OWNER/NAME" in refused("push", head, "head")
-    assert "there is no folder" in refused("push", "nowhere", "me/head")
+    assert "folder nowhere does not exist" in refused("push", "nowhere", "me/head")
     assert "no such repository" in refused("generate", "--target", "llama", "--draft", "me/nothing", "hi")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "the hub did not take me/head" in refused("push", head, "me/head", "--yes", "--json")

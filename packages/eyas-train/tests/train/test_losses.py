@@ -60,8 +60,8 @@ def test_values_and_gradients_are_those_of_the_formula(ours, plain, more, rows) 
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 @pytest.mark.parametrize("rows", [0, 21])
 def test_through_the_head(chunk: int, rows: int) -> None:
-    """From features through a head: same value and gradient as with all logits at once; agreement is that of the
-    argmaxes. The head gets no gradient even where its weights ask for one, as those of a freshly loaded model do."""
+    """From features through a head, value and gradient equal those with all logits at once, and the agreement counts equal
+    argmaxes. The head gets no gradient, although the weights of a freshly loaded model ask for one."""
     predicted, true = arguments(3, rows, 5)
     linear = nn.Linear(5, 13, dtype=torch.float64)
 

@@ -63,7 +63,7 @@ def command(
 
     folder = Path(head).expanduser()
     if not folder.is_dir():
-        raise InputError(f"there is no folder {head}: pass the folder of a draft head")
+        raise InputError(f"folder {head} does not exist: pass the folder of a draft head")
     if not HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is not a hub id: give OWNER/NAME")
     weights = checkpoints.load(folder)

@@ -158,6 +158,17 @@ def test_a_hook_that_has_gone() -> None:
     assert llm.generate(PROMPT, **ASKED).token_ids == before
 
 
+def test_hooks_that_record_outputs_change_nothing() -> None:
+    """Guards transformers' own hooks, which stay after a call that asked for hidden states: the kernels were refused then."""
+    model = make()
+    llm = with_kernels(model)
+    before = llm.generate(PROMPT, **ASKED).token_ids
+    model(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules()), "this transformers sets none: the test is void"
+    assert llm.generate(PROMPT, **ASKED).token_ids == before
+    assert with_kernels(model).target.runner.name == "kernels"
+
+
 def test_a_hook_that_waits() -> None:
     """A hook that does nothing while the kernels are compared with the model's own forward, and is switched on later."""
     pytest.importorskip("eyas.kernels")

@@ -27,6 +27,7 @@ from eyas.runners._cpu_net import CpuLayer
 from eyas.runners._decoders import FAMILIES
 from eyas.runners.cpu import CpuRunner, make_cpu_runner
 from eyas.runners.cpu_ops import CpuOps
+from eyas.targets.media import round_states
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS
 
@@ -491,13 +492,15 @@ def test_rounded_numbers_are_a_target_of_their_own(weights: Any, activations: An
 @pytest.mark.parametrize("kv", ["bfloat16", "int8"])
 def test_methods_read_rounded_keys_and_values(kv: str) -> None:
     """Guards what GliDe and Gemma 4's assistants read: numbers near the exact ones, a scale for each head and slot; the
-    bytes that a cache is said to take."""
+    bytes that a cache is said to take; the rounding of prompts with images, which the kernels do not write."""
     target, caches = Target(model("llama")), []
     for form in ("exact", kv):
         session = target.run_with(CpuRunner(target, kernels.WeightFormat(kv=form))).open(2)  # type: ignore[arg-type]
         session.prefill(1, ids(20))
         caches.append(session.cache)
     assert caches[1].bytes_for(256) == sum(store.nbytes for store in caches[1].stores)
+    first, written = (one.tensor[0, 1, :, :20] for one in caches)
+    assert torch.equal(round_states(first, written.dtype), written)
     for exact, rounded in zip(*(one.read_committed(0, 20) for one in caches), strict=True):
         bound = exact[1].abs().amax(-1, keepdim=True) / 253 if kv == "int8" else exact[1].abs() / 255
         difference = (exact[1] - rounded[1]).abs()

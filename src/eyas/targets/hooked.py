@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eyas.core.extensions import TargetExtension
+from eyas.targets.loading import hooks_of
 
 __all__ = ["Extension"]
 
@@ -34,4 +35,4 @@ def _is_changed(module: nn.Module) -> bool:
     """Return whether calls of the module run more than its class's forward; accelerate's, which moves weights, does not
     count."""
     own_forward = "forward" in vars(module) and not hasattr(module, "_hf_hook")
-    return own_forward or bool(module._forward_hooks or module._forward_pre_hooks)
+    return own_forward or bool(hooks_of(module))

@@ -12,7 +12,7 @@ from eyas.core.target import Target
 from eyas.errors import EyasError, ModelError, OptionError, first_line, one_line
 from eyas.targets.pretrained import DeviceMap, is_peft_model, read_model
 
-__all__ = ["AdapterFolders", "load_target", "pick_device", "pick_dtype", "target_of", "version_of"]
+__all__ = ["AdapterFolders", "hooks_of", "load_target", "pick_device", "pick_dtype", "target_of", "version_of"]
 
 SCALES = ("scaling", "attention_scaling", "variance_epsilon", "eps")  # numbers of layers that kernels copy
 AdapterFolders = str | Path | Mapping[str, str | Path] | None  # a folder to merge, or folders by name to switch between
@@ -70,12 +70,20 @@ def version_of(model: torch.nn.Module) -> tuple[Hashable, ...]:
     parts += [*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks]
     for module in model.modules():
         parts += [id(module), vars(module).get("forward"), type(module).forward]
-        parts += [*module._forward_hooks, *module._forward_pre_hooks]
+        parts += hooks_of(module)
         parts += [_version(parameter) for parameter in module._parameters.values() if parameter is not None]
         if not any(kind in str(vars(module).get("rope_type")) for kind in ("dynamic", "longrope")):
             parts += map(vars(module).get, SCALES)
             parts += [_version(buffer) for buffer in module._buffers.values() if buffer is not None]
     return tuple(parts)
+
+
+def hooks_of(module: torch.nn.Module) -> list[int]:
+    """Return the numbers of a module's hooks. transformers' own, which record outputs and stay after the first call with
+    output_hidden_states, do not count: they change nothing."""
+    recorders = "transformers.utils.output_capturing"
+    hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+    return [number for number, hook in hooks if getattr(hook, "__module__", "") != recorders]
 
 
 def _version(parameter: torch.Tensor) -> tuple[object, ...]:

@@ -29,7 +29,8 @@ from eyas.errors import InputError, ModelError, one_line
 from eyas.targets.placement import has_several_devices
 
 __all__ = [
-    "Extension", "MediaPrompt", "check_media", "describes_media", "read_media", "reads_media", "shifts_positions", "tells_nothing",
+    "Extension", "MediaPrompt", "check_media", "describes_media", "read_media", "reads_media", "round_states", "shifts_positions",
+    "tells_nothing",
 ]  # fmt: skip
 
 # Inputs of transformers' models that hold no text.
@@ -76,8 +77,10 @@ class Extension(TargetExtension):
                 "the text's keys alone; give text alone"
             )
         cache.prepare(range(row, row + 1), lambda: torch.arange(T, device=target.device)[None], T)
-        for number, (keys, values) in read.keys_values.items():
-            if keys.numel():
+        is_rounded = target.runner.weight_format.kv != "exact"
+        for number, states in read.keys_values.items():
+            if states[0].numel():
+                keys, values = (round_states(x, cache.dtype) for x in states) if is_rounded else states
                 cache.update(keys, values, number)
         session.length_B[row] = T
         session.lengths[row] = T
@@ -144,6 +147,15 @@ def tells_nothing(model: nn.Module, name: str, value: Any) -> bool:
 def shifts_positions(model: nn.Module) -> bool:
     """Return whether positions do not advance by one per token of an image."""
     return _position_module(model) is not None
+
+
+def round_states(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values as the kernels round them: slots [..., h + 4] in int8, or [..., h] in another dtype."""
+    if dtype != torch.int8:
+        return states.to(dtype)
+    largest = states.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    numbers = (states.float() * (127 / largest)).round().to(torch.int8)
+    return torch.cat((numbers, (largest / 127).view(torch.int8)), -1)
 
 
 def _position_module(model: nn.Module) -> Any:

@@ -31,6 +31,7 @@ from eyas.core import families
 from eyas.core.target import ForwardInput, ModelRunner, Target
 from eyas.core.tree import TargetOutput
 from eyas.runners.tools import UnsuitedError, compare, layer_windows, norm_eps
+from eyas.targets.loading import hooks_of
 from eyas_gpu._matrices import JoinedLinears
 from eyas_gpu._tables import RotaryTables
 from eyas_gpu.operators import add_norm, attention, rotate_and_store, swiglu
@@ -196,8 +197,6 @@ def _fault(layer: Any) -> str:
         return "some of queries, keys and values have a bias"
     if any(getattr(attention, name).weight.shape != (attention.head_dim,) for name in parts & {"q_norm", "k_norm"}):
         return "its norms of queries and keys are not those of heads"
-    if any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in layer.modules()
-    ):
+    if any(hooks_of(module) or "forward" in vars(module) for module in layer.modules()):
         return "somebody else has hooks in it, or has replaced its forward"
     return ""

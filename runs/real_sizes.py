@@ -3,10 +3,11 @@
     python runs/real_sizes.py --files F.gguf G.gguf --llama-cpp BUILD --rounds 3 --output docs/results/real_sizes.json
 
 runs/sized_gguf.py writes files with random weights at the shapes of known models. BUILD is llama.cpp's build folder with
-llama-bench, llama-batched-bench and llama-completion. Engines take turns in processes of their own. A pass over n tokens
-gives the logits of all of them after a prompt of 128 tokens: llama-batched-bench decodes n sequences with a common prompt,
-eyas a chain of n. The speed of drafts is arithmetic from these passes: a token of a chain is accepted with probability
-0.7 if its parent is, and a draft token costs the share DRAFT of a plain pass in both engines.
+llama-bench, llama-batched-bench and llama-completion; --ik-llama-cpp names ik_llama.cpp's, with llama-cli. ik_llama.cpp
+orders the weights for the processor when it loads them (-rtr). Engines take turns in processes of their own. A pass over n
+tokens gives the logits of all of them after a prompt of 128 tokens: llama-batched-bench decodes n sequences with a common
+prompt, eyas a chain of n. The speed of drafts is arithmetic from these passes: a token of a chain is accepted with
+probability 0.7 if its parent is, and a draft token costs the share DRAFT of a plain pass in every engine.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main() -> None:
         __doc__,
         files=[Path("model.gguf")],
         llama_cpp=(Path("build"), "build folder of llama.cpp"),
+        ik_llama_cpp=("", "build folder of ik_llama.cpp"),
         threads=2,
         rounds=3,
         activations=["exact", "int8"],
@@ -51,13 +53,17 @@ def main() -> None:
     if sys.argv[1:2] == ["passes"]:
         return print(json.dumps(_eyas_passes(*sys.argv[2:4])))
     args = made.parse_args()
-    for program in ("llama-bench", "llama-batched-bench", "llama-completion"):
-        if not (args.llama_cpp / "bin" / program).exists():
-            raise InputError(f"{args.llama_cpp}/bin has no {program}: build llama.cpp, or name its build folder")
+    others = {"llama.cpp": Llama(args.llama_cpp / "bin", "llama-completion", ("-no-cnv",))}
+    if args.ik_llama_cpp:
+        others["ik_llama.cpp"] = Llama(Path(args.ik_llama_cpp) / "bin", "llama-cli", ("-rtr",), ("-rtr", 1))
+    for name, built in others.items():
+        for program in ("llama-bench", "llama-batched-bench", built.completion):
+            if not (built.programs / program).exists():
+                raise InputError(f"{built.programs} has no {program}: build {name}, or name its build folder")
     began, tables = machine(), {}
     for file in args.files:
         engines = {f"eyas, inputs {kind}": _eyas(file, kind, args.threads) for kind in args.activations}
-        engines["llama.cpp"] = _llama(args.llama_cpp / "bin", file, args.threads)
+        engines |= {name: _llama(built, file, args.threads) for name, built in others.items()}
         rounds: dict[str, list[Figures]] = {name: [] for name in engines}
         for turn in range(args.rounds):
             for name in [*engines][:: 1 if turn % 2 == 0 else -1]:
@@ -140,16 +146,29 @@ def _eyas_passes(file: str, activations: str) -> Figures:
 # --- llama.cpp
 
 
-def _llama(programs: Path, file: Path, threads: int) -> Engine:
-    of_threads = ["-m", str(file), "-t", str(threads)]
-    batched = [programs / "llama-batched-bench", *of_threads, "-npp", CONTEXT, "-ntg", REPEATS, "-npl", "1,4,8", "-pps"]
-    prompts = [programs / "llama-bench", *of_threads, "-p", PROMPT, "-n", 0, "-r", 1, "-o", "json"]
-    answer = [programs / "llama-completion", *of_threads, "-no-cnv", "-n", 1, "-p", "Once upon a time", "-c", 4096]
+class Llama(NamedTuple):
+    """A build: the folder of its programs, the name of that which completes a text, and options."""
+
+    programs: Path
+    completion: str
+    options: tuple[str, ...] = ()
+    bench_options: tuple[str | int, ...] = ()
+
+
+def _llama(built: Llama, file: Path, threads: int) -> Engine:
+    of_threads = ["-m", file, "-t", threads]
+    order = [option for option in built.options if option != "-no-cnv"]
+    sizes = ["-npp", CONTEXT, "-ntg", REPEATS, "-npl", ",".join(map(str, PASSES)), "-pps", "-c", 4096]
+    batched = [built.programs / "llama-batched-bench", *of_threads, *sizes, *order]
+    once = ["-p", PROMPT, "-n", 0, "-r", 1, "-o", "json"]
+    prompts = [built.programs / "llama-bench", *of_threads, *once, *built.bench_options]
+    text = ["-n", 1, "-p", "Once upon a time", "-c", 4096]
+    answer = [built.programs / built.completion, *of_threads, *text, *built.options]
 
     def passes() -> Figures:
-        lines = _output([*batched, "-c", 4096, "--output-format", "jsonl"])
-        rows = [json.loads(line) for line in re.findall(r"^\{.*\}$", lines, re.MULTILINE)]
-        figures = {f"pass_{row['pl']}": row["t_tg"] / REPEATS for row in rows}
+        # | PP | TG | B | N_KV | T_PP s | S_PP t/s | T_TG s | ...
+        rows = re.findall(r"^\|" + r" *(\d[\d.]*) \|" * 7, _output(batched), re.MULTILINE)
+        figures = {f"pass_{row[2]}": float(row[6]) / REPEATS for row in rows}
         return figures | {"prompt": json.loads(_output(prompts))[0]["avg_ts"]}
 
     def start() -> Figures:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import platform
 import pwd
 import re
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +235,13 @@ def test_weights_in_huge_pages() -> None:
         before = psutil.Process().memory_info().rss
         made.clear()
         assert psutil.Process().memory_info().rss < before - _memory.BLOCK // 2  # Linux counts pages roughly
+
+
+@needs
+@pytest.mark.parametrize("isa", [name for name in _build.ISAS if name.startswith(platform.machine().partition("_")[0])])
+def test_each_instruction_set_compiles(isa: str) -> None:
+    """Guards sets that this machine does not run. The plainest one has NEON's types, and stopped compiling with them once."""
+    flags = (*_build.ISAS[isa][0], *_build.FLAGS, _build.OPENMP, "-O1", "-fsyntax-only")
+    compiler = shutil.which("c++") or shutil.which("g++") or "clang++"
+    done = subprocess.run([compiler, *flags, str(_build.MAIN)], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]

@@ -69,7 +69,7 @@ struct Widened {
     void fill(const char* const* from, int64_t count) {
         at = rows;
         for (int64_t j = 0; j < (count + LANES - 1) / LANES * LANES; j++) {
-            const auto scale = broadcast(TYPE == INT8 ? slot_scale(from[j], CHUNKS * LANES) : 1);
+            const FloatVec scale = broadcast(TYPE == INT8 ? slot_scale(from[j], CHUNKS * LANES) : 1);
             rows[j] = room[j];
 #pragma GCC unroll 16
             for (int d = 0; d < CHUNKS * LANES; d += LANES) {

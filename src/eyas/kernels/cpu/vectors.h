@@ -91,5 +91,5 @@ static inline FloatVec tanh_vec(FloatVec x) {
                    ratio = (1.0f - t) / (1.0f + t);
     FloatVec series = broadcast(62.0f / 2835);
     for (float c : {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f}) series = fma(series, squared, broadcast(c));
-    return size < broadcast(0.25f) ? x * series : x < zero ? -ratio : ratio;
+    return size < 0.25f ? x * series : x < zero ? -ratio : ratio;
 }

@@ -10,7 +10,11 @@ constexpr int VALUE_PAIRS = 2, VALUE_VECTORS = 4;
 typedef float FloatVec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 
-static inline FloatVec broadcast(float x) { return FloatVec{x, x, x, x}; }
+struct Broadcast {  // a type of its own, as in neon.h: code that compiles here compiles there
+    float number;
+    operator FloatVec() const { return FloatVec{number, number, number, number}; }
+};
+static inline Broadcast broadcast(float x) { return {x}; }
 static inline FloatVec load(const int8_t* p) {
     return FloatVec{(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
 }
@@ -35,11 +39,11 @@ static inline FloatVec horizontal_sums(const FloatVec* a) {
 
 // e^x with a relative error of about 2e-7; 0 below -87. x = n ln 2 + r, and e^r by its series.
 static inline FloatVec exp_vec(FloatVec x) {
-    x = x > 88.0f ? broadcast(88.0f) : x;
+    x = x > 88.0f ? FloatVec(broadcast(88.0f)) : x;
     IntVec tiny = x < -87.0f;
-    x = tiny ? broadcast(-87.0f) : x;
+    x = tiny ? FloatVec(broadcast(-87.0f)) : x;
     IntVec n = __builtin_convertvector(
-        x * 1.44269504f + (x < 0.0f ? broadcast(-0.5f) : broadcast(0.5f)), IntVec);
+        x * 1.44269504f + (x < 0.0f ? FloatVec(broadcast(-0.5f)) : FloatVec(broadcast(0.5f))), IntVec);
     FloatVec whole = to_float(n);
     FloatVec r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
     FloatVec y = fma(r, broadcast(1.0f / 5040), broadcast(1.0f / 720));

@@ -167,7 +167,7 @@ def _llama(built: Llama, file: Path, threads: int) -> Engine:
 
     def passes() -> Figures:
         # | PP | TG | B | N_KV | T_PP s | S_PP t/s | T_TG s | ...
-        rows = re.findall(r"^\|" + r" *(\d[\d.]*) \|" * 7, _output(batched), re.MULTILINE)
+        rows = re.findall(r"^\|" + r" *(\d[\d.]*) \|" * 7, _output(batched, errors=True), re.MULTILINE)
         figures = {f"pass_{row[2]}": float(row[6]) / REPEATS for row in rows}
         return figures | {"prompt": json.loads(_output(prompts))[0]["avg_ts"]}
 
@@ -182,11 +182,12 @@ def _llama(built: Llama, file: Path, threads: int) -> Engine:
 # --- processes
 
 
-def _output(command: list[Any], environment: dict[str, str] | None = None) -> str:
+def _output(command: list[Any], environment: dict[str, str] | None = None, errors: bool = False) -> str:
+    """Return what a process writes, with `errors` on both streams."""
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise InputError(f"{command[0]} ended with {done.returncode}: {done.stderr[-500:]}")
-    return done.stdout
+    return done.stdout + done.stderr * errors
 
 
 def _timed(command: list[Any], environment: dict[str, str] | None = None) -> tuple[float, float]:

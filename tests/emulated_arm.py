@@ -35,6 +35,7 @@ SYSTEM = "/usr/aarch64-linux-gnu"  # the C library of ARM programs, as Debian's 
 ISAS = tuple(name for name in _build.ISAS if name.startswith("arm"))
 DRIVER = Path(__file__).with_suffix(".cpp")
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "tests" / "arm"
+ROWS = {"eyas_read_rows": 1, "eyas_pack": 2}  # the argument that is an array of addresses
 FILE_BYTES = 1 << 30  # nearly all of it stays a hole
 ALIGNMENT = 64
 
@@ -86,6 +87,8 @@ class EmulatedLibrary:
         self.used = 0
         numbers = [x.value for x in arguments if isinstance(x, ctypes.c_float)]
         words = [self._word(x) for x in arguments if not isinstance(x, ctypes.c_float)]
+        if name in ROWS:
+            words[ROWS[name]] = self._addresses(arguments[ROWS[name]].value)
         words += [0] * (16 - len(words))
         with suppress(BrokenPipeError):  # said when no answer comes
             self.process.stdin.write(struct.pack("40s16qf4x", name.encode(), *words, *numbers or [0.0]))
@@ -109,6 +112,10 @@ class EmulatedLibrary:
         if isinstance(argument, ctypes.c_void_p):
             return self._pointer(argument.value)
         record = getattr(argument, "_obj", argument)  # by reference
+        if not any(hasattr(kind, "_fields_") for kind in (record, getattr(record, "_type_", None))):  # numbers to write
+            begin, size = ctypes.addressof(record), ctypes.sizeof(record)
+            self.placed[begin, begin + size] = self._put(begin, size)
+            return self.begin + self.placed[begin, begin + size]
         copy = type(record).from_buffer_copy(record)
         self._translate(copy)
         return self.begin + self._put(ctypes.addressof(copy), ctypes.sizeof(copy))
@@ -125,12 +132,23 @@ class EmulatedLibrary:
             else:
                 self._translate(value)
 
+    def _addresses(self, address: int) -> int:
+        """Return where the other process finds the addresses that a tensor holds from here on."""
+        _, end = self._extent(address)
+        here = (ctypes.c_int64 * ((end - address) // 8)).from_address(address)
+        there = type(here)(*map(self._pointer, here))
+        return self.begin + self._put(ctypes.addressof(there), ctypes.sizeof(there))
+
+    def _extent(self, address: int) -> tuple[int, int]:
+        begin, end = self.known[bisect_right(self.known, address, key=lambda extent: extent[0]) - 1]
+        assert begin <= address <= end, "a pointer into memory that no tensor owns"
+        return begin, end
+
     def _pointer(self, address: int | None) -> int:
         """Return an address there for an address in a tensor's memory here, which is copied."""
         if not address:
             return 0
-        begin, end = self.known[bisect_right(self.known, address, key=lambda extent: extent[0]) - 1]
-        assert begin <= address <= end, "a pointer into memory that no tensor owns"
+        begin, end = self._extent(address)
         if (begin, end) not in self.placed:
             self.placed[begin, end] = self._put(begin, end - begin)
         return self.begin + self.placed[begin, end] + address - begin

@@ -220,8 +220,8 @@ def blocks(kind: str, outputs: int, inputs: int) -> tuple[kernels.Rows, torch.Te
     if kind == "MXFP4":
         data[..., 0] = generator.integers(0, 130, data.shape[:2])  # exponents, the least ones included
     data = data.reshape(outputs, -1)
-    expected = torch.from_numpy(gguf.quants.dequantize(data, form).astype(np.float32))
-    return kernels.Rows.at(data.ctypes.data, int(form), outputs, inputs, data), expected
+    expected, kept = torch.from_numpy(gguf.quants.dequantize(data, form).astype(np.float32)), torch.from_numpy(data)
+    return kernels.Rows.at(kept.data_ptr(), int(form), outputs, inputs, kept), expected
 
 
 @needs
@@ -251,7 +251,7 @@ def test_rows_of_gguf_files(kind: str) -> None:
 def test_rows_whose_scales_lie_apart() -> None:
     """Guards MXFP4 as gpt-oss has it in safetensors: scales in a tensor of their own, neighbours in a byte."""
     rows, weight = blocks("MXFP4", 70, 512)
-    data = torch.from_numpy(rows.owner).view(70, 16, 17)
+    data = rows.owner.view(70, 16, 17)
     low, high = data[..., 1:] & 15, data[..., 1:] >> 4
     in_order = torch.cat([low, high], -1)
     nibbles, scales = in_order[..., ::2] | in_order[..., 1::2] << 4, data[..., 0].contiguous()

@@ -171,6 +171,8 @@ def test_the_models_own_numbers(family: str) -> None:
         largest = 2e-5 if family not in STATES else 1e-4  # as far as the own numbers are from float64
         if family == "nemotron":
             largest = 2e-4  # squares of ReLU make features of 100
+        if family == "seed_oss":
+            largest = 4e-5  # biases make features of 14, whose own numbers are 3.5e-5 from float64
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=largest)
 
 

@@ -14,8 +14,8 @@ import pytest
 from eyas.adaptive import cost
 from eyas.cli._errors import Interrupted
 from eyas_train import loop
-from eyas_train.accelerate import prospect
-from eyas_train.accelerate.prospect import Prospect
+from eyas_train.accelerate import measure
+from eyas_train.accelerate.plan import Plan, Prospect, Speeds
 from eyas_train.accelerate.report import HEADING
 from eyas_train.commands import accelerate, features
 
@@ -36,11 +36,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for seconds in place of measurements, and no costs to be measured for the bench."""
 
     def look(models: Any, material: Any, methods: Any, seconds: float) -> Prospect:
-        speeds = prospect.Speeds(0.1, 4, 400.0, 6.0, 12.0, 1e4, 1e3, 0.01, 100.0)
-        plan = prospect.Plan(18, 4, 1200, 0.3, 0.2, 2.0, 2.0, 4, 8, 64)
-        return Prospect(methods[0], "llama", 64, 6, speeds, plan, COSTS)
+        speeds, plan = Speeds(0.1, 4, 400.0, 6.0, 12.0, 1e4, 1e3, 100.0), Plan(18, 4, 1200, 0.3, 0.2, 2.0, 2.0, 4, 8)
+        return Prospect(methods[0], "llama", 64, 6, speeds, plan)
 
-    monkeypatch.setattr(prospect, "look", look)
+    monkeypatch.setattr(measure, "look", look)
     monkeypatch.setattr(cost, "measure", lambda drafter: COSTS)
 
 
@@ -81,7 +80,7 @@ def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeyp
     monkeypatch.setattr(features, "make_features", lambda llm, job, options: jobs.append(job))
     run = accelerate.Run(None, None, tmp_path, None)  # type: ignore[arg-type]
     run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
-    run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+    run.prospect = measure.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
     run.features()
     assert jobs[0].yes
 

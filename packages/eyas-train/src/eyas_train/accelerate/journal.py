@@ -15,10 +15,8 @@ from eyas.errors import InputError, OptionError
 from eyas.files import write_text
 from eyas_lab.folders import read_versioned
 
-__all__ = ["FILE", "Journal"]
-
 FILE = "run.json"
-FORMAT, VERSION = "eyas-accelerate", 1
+FORMAT, VERSION = "eyas-accelerate", 2
 
 
 class Journal:
@@ -34,24 +32,27 @@ class Journal:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path = folder / FILE
-        self.content: dict[str, Any] = {"settings": dict(settings), "steps": {}}
-        if self.path.exists():
-            self.content = read_versioned(self.path, FORMAT, VERSION, _check, "", self._damage_error)
-            self._check_same(json.loads(json.dumps(settings)))
+        now = json.loads(json.dumps(settings))
+        self.content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "settings": now, "steps": {}}
+        if not self.path.exists():
+            return
+        self.content = read_versioned(self.path, FORMAT, VERSION, self._checked, "", self._damage_error)
+        there = self.content["settings"]
+        if other := [
+            f"{name} {there.get(name)} there, {now[name]} now" for name in now if there.get(name) != now[name]
+        ]:
+            raise OptionError(
+                f"{folder.parent} holds a run with other settings: {'; '.join(other)}; "
+                "repeat the old ones, or use another --output"
+            )
 
     def _damage_error(self, reason: str) -> InputError:
         return InputError(f"{self.path} is damaged ({reason}): delete it, and the run begins again")
 
-    def _check_same(self, now: Mapping[str, Any]) -> None:
-        there = self.content["settings"]
-        other = [
-            f"{name} {there.get(name)} there, {value} now" for name, value in now.items() if there.get(name) != value
-        ]
-        if other:
-            raise OptionError(
-                f"{self.path.parent.parent} holds a run with other settings: {'; '.join(other)}; "
-                "repeat the old ones, or use another --output"
-            )
+    def _checked(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields["version"] < VERSION or not {"settings", "steps"} <= fields.keys():
+            raise LookupError
+        return fields
 
     def __contains__(self, name: str) -> bool:
         return name in self.content
@@ -62,8 +63,7 @@ class Journal:
     def write(self, **values: Any) -> None:
         """Keep these values."""
         self.content |= values
-        fields = {"format": FORMAT, "version": VERSION, **self.content}
-        write_text(self.path, json.dumps(fields, indent=1) + "\n")
+        write_text(self.path, json.dumps(self.content, indent=1) + "\n")
 
     def is_done(self, step: str) -> bool:
         """Return whether a step is finished."""
@@ -84,12 +84,3 @@ class Journal:
         finally:
             seconds = round(before + time.monotonic() - began, 1)
             self.write(steps={**self.content["steps"], name: {"seconds": seconds, "done": done}})
-
-
-def _check(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the file; raise TypeError or LookupError for another object."""
-    if not all(isinstance(step["seconds"], int | float) for step in fields["steps"].values()):
-        raise TypeError("seconds")
-    return {name: value for name, value in fields.items() if name not in ("format", "version")} | {
-        "settings": dict(fields["settings"])
-    }

@@ -11,9 +11,7 @@ from typing import Any
 from eyas.files import write_text
 from eyas.hardware import cpu_name, versions
 from eyas_train.accelerate.journal import Journal
-from eyas_train.accelerate.prospect import Prospect
-
-__all__ = ["HEADING", "made_report", "markdown", "write_report"]
+from eyas_train.accelerate.plan import Prospect
 
 HEADING = "## Speed where it was trained"
 
@@ -33,6 +31,9 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         "train": plan.training_seconds,
         "bench": plan.bench_seconds,
     }
+    rows = {row["method"]: row for row in summary["rows"] if row["task"] == "all"}
+    names = ("speedup", "speedup_low", "speedup_high", "tau", "c", "tokens_per_second", "prompts", "equal")
+    reached = {name: rows[prospect.method].get(name) for name in names}
     return {
         "command": command,
         "target": prospect.target,
@@ -42,56 +43,36 @@ def made_report(prospect: Prospect, journal: Journal, summary: Mapping[str, Any]
         "speeds": asdict(prospect.speeds),
         "steps": [{"name": n, "planned": round(s, 1), "seconds": taken[n]["seconds"]} for n, s in planned.items()],
         "trained_tokens": journal["training"]["tokens"],
-        "reached": _figures_of(summary, prospect.method),
+        "reached": {**reached, "plain_tokens_per_second": rows["vanilla"]["tokens_per_second"]},
         "warnings": list(summary.get("warnings") or ()),
     }
 
 
-def _figures_of(summary: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return the figures of this method and plain decoding."""
-    rows = {row["method"]: row for row in summary["rows"] if row["task"] == "all"}
-    row, plain = rows[method], rows["vanilla"]
-    names = ("speedup", "speedup_low", "speedup_high", "tau", "c", "tokens_per_second", "prompts", "equal")
-    return {**{name: row.get(name) for name in names}, "plain_tokens_per_second": plain["tokens_per_second"]}
-
-
 def write_report(folder: Path, report: Mapping[str, Any]) -> str:
     """Write report.json and report.md, and the section of the card; return the Markdown."""
-    text = markdown(report)
+    steps = [f"| {s['name']} | {s['planned'] / 60:.1f} | {s['seconds'] / 60:.1f} |" for s in report["steps"]]
+    versions, figures = report["versions"], _figures(report)
+    text = "\n".join([
+        f"# {report['target']} with {report['method']}\n", figures,
+        "\n| step | minutes planned | minutes taken |\n|---|---|---|", *steps,
+        f"\n`{report['command']}`; eyas {versions['eyas']}, torch {versions['torch']}.\n",
+    ])  # fmt: skip
     write_text(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_text(folder / "report.md", text)
     card = folder / "README.md"
     before, *_ = card.read_text(encoding="utf-8").partition(f"\n{HEADING}")
-    write_text(card, f"{before.rstrip()}\n\n{HEADING}\n\n{_figures(report)}\n")
+    write_text(card, f"{before.rstrip()}\n\n{HEADING}\n\n{figures}\n")
     return text
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """Return the report as a page."""
-    rows = "\n".join(
-        f"| {step['name']} | {step['planned'] / 60:.1f} | {step['seconds'] / 60:.1f} |" for step in report["steps"]
-    )
-    return f"""# {report["target"]} with {report["method"]}
-
-{_figures(report)}
-
-| step | minutes planned | minutes taken |
-|---|---|---|
-{rows}
-
-`{report["command"]}`; eyas {report["versions"]["eyas"]}, torch {report["versions"]["torch"]}.
-"""
 
 
 def _figures(report: Mapping[str, Any]) -> str:
     """Return the table of the measurements, with the machine."""
     found = report["reached"]
-    lines = [
-        "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |",
-        "|---|---|---|---|",
+    table = (
+        "| | speed-up over plain decoding | tokens per pass (tau) | cost of a pass (c) |\n|---|---|---|---|\n"
         f"| **measured after training** | **{found['speedup']:.2f}** [{found['speedup_low']:.2f}, {found['speedup_high']:.2f}] "
-        f"| {found['tau']:.2f} | {found['c']:.2f} |",
-    ]
+        f"| {found['tau']:.2f} | {found['c']:.2f} |\n"
+    )
     speed = (
         f"{found['tokens_per_second']:,.1f} tokens/s instead of {found['plain_tokens_per_second']:,.1f}, greedy, on "
         f"{found['prompts']} questions that were kept apart; {report['machine']}."
@@ -101,4 +82,4 @@ def _figures(report: Mapping[str, Any]) -> str:
     advice = "" if found["speedup"] > 1.02 else "The head did not make this model faster here. "
     if advice and not doubts:
         advice += "More --minutes, and --data like what you will ask, make a better one. "
-    return "\n".join([*lines, "", f"{advice}{speed} {texts.get(found['equal'], '')}{doubts}".rstrip()])
+    return f"{table}\n{advice}{speed} {texts.get(found['equal'], '')}{doubts}".rstrip()

@@ -1,8 +1,8 @@
 """Training of draft heads: chat data to counted tokens, and a loop that knows no method. A distribution of its own.
 
 data.py         chats to token ids (_chat.py, _replies.py), which tokens count, batches; regenerate.py: new replies by the target
-features.py     the target's hidden states: computed in the run, or from a folder that was filled before (feature_plan.py,
-                store.py, workers.py), here or at a URL (remote_store.py)
+features.py     the target's hidden states: computed in the run, or from a folder that was filled before (store.py),
+                here or at a URL (remote_store.py)
 config.py       the options of a run; setup.py: what follows from them; vocab.py: how often each token counts
 loop.py         the loop; step.py, batch_loss.py, optim.py: one update; dist.py, shared_target.py: several processes
 evaluation.py   losses on held-out examples; alpha.py: acceptance in real decoding

@@ -11,6 +11,11 @@ same decisions from the same numbers; the first one writes. Without WORLD_SIZE, 
 
 FSDP2 shards one module, whose forward is the method's loss: so a method always sees whole weights,
 and this module knows no method.
+
+`share_layers` divides a frozen target that no device holds whole, by FSDP2 with CPU offload. Each process keeps its share
+of every layer in the CPU's memory. In a forward the share of a layer goes to the device, the processes exchange their
+shares, the layer computes, and its weights are given up. Embeddings, final norm and LM head are whole on each device. All
+processes must run the target equally often, and together. So it cannot decode for one of them.
 """
 
 from __future__ import annotations
@@ -24,10 +29,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
-
-__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "connect", "join", "launched_as", "world_size"]
+from eyas.targets import quantised
+from eyas.targets.fingerprints import remember_fingerprint
+from eyas.targets.placement import has_offloaded_weights, has_several_devices
 
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
@@ -129,15 +136,19 @@ class SingleProcess:
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return sums over the processes, the same bits in all of them."""
-        return dict(values)
+        total = dict[str, float]()
+        for part in self.gather(dict(values)):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return flag
+        return any(self.gather(flag))
 
     def broadcast(self, value: T) -> T:
         """Return the first process's value."""
-        return value
+        return self.gather(value)[0]
 
     def close(self) -> None:
         """Leave the group, after a run that ended well."""
@@ -193,17 +204,14 @@ class ProcessGroup(SingleProcess):
             for module, name, value in shards:
                 setattr(module, name, value)
 
-    def _replace_shards(self, net: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def _replace_shards(self, net: nn.Module) -> list[tuple[nn.Module, str, Any]]:
         """Put whole parameters in the place of shards; returns the shards and where they were."""
-        parameters = [
-            (module, name, value)
-            for module in net.modules()
-            for name, value in module._parameters.items()
-            if value is not None
+        parameters: list[tuple[nn.Module, str, Any]] = [
+            (module, *item) for module in net.modules() for item in module._parameters.items()
         ]
         shards = [(module, name, value) for module, name, value in parameters if hasattr(value, "full_tensor")]
         for module, name, value in shards:
-            setattr(module, name, nn.Parameter(value.detach().full_tensor(), requires_grad=value.requires_grad))  # type: ignore[attr-defined]
+            setattr(module, name, nn.Parameter(value.detach().full_tensor(), requires_grad=value.requires_grad))
         return shards
 
     def broadcast_weights(self, net: nn.Module) -> None:
@@ -228,22 +236,6 @@ class ProcessGroup(SingleProcess):
         self.dist.all_gather_object(values, value)
         return values
 
-    def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
-        total = dict[str, float]()
-        for part in self.gather(dict(values)):
-            for name, value in part.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
-
-    def any(self, flag: bool) -> bool:
-        return any(self.gather(flag))
-
-    def broadcast(self, value: T) -> T:
-        box: list[Any] = [value]
-        self.dist.broadcast_object_list(box, src=0)
-        first: T = box[0]
-        return first
-
     def close(self) -> None:
         self.dist.barrier()
         if self.owns_group:
@@ -265,3 +257,35 @@ class _LossModule(nn.Module):
     def forward(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = self.loss(batch, generator)
         return loss.total, loss.count, loss.sums
+
+
+def share_layers(target: Target, device: torch.device) -> None:
+    """Divide the layers of a target, which is on the CPU, among the processes of this run; `device` then is where it
+    computes.
+
+    Raises:
+        OptionError: the processes cannot be reached, or the target is quantised or has a device map.
+    """
+    if quantised.library_of(target.model) or has_offloaded_weights(target.model) or has_several_devices(target.model):
+        raise OptionError(
+            "share_target: the target must have its weights whole and not quantised; leave one of the two out"
+        )
+    connect(device)
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    remember_fingerprint(target)
+    target.model.requires_grad_(False)
+    layers = {id(value) for layer in target.family.layers for value in (*layer.parameters(), *layer.buffers())}
+    outside = [value for value in (*target.model.parameters(), *target.model.buffers()) if id(value) not in layers]
+    for value in outside:
+        value.data = value.data.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for layer in target.family.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    ignored = {one for one in outside if isinstance(one, nn.Parameter)}
+    # a common root, so that a layer is fetched while the one before computes
+    fully_shard(target.family.base, mesh=mesh, ignored_params=ignored)
+    target.device = device

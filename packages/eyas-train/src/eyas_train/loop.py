@@ -17,9 +17,9 @@ Files in the output folder:
     config.json, model.safetensors   the best head so far, in its published format
     training.json, README.md         how it was made
 
-    setup.py       what stays the same during a run       step.py        one update of the weights
-    state.py       what a run changes                     evaluation.py  held-out figures
-    output.py      the files                              reporter.py    log, trackers, progress
+    setup.py       what stays the same during a run       step.py        one update of the weights, held-out figures
+    state.py       what a run changes                     output.py      the files
+    reporter.py    log, trackers, progress
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from eyas_train._process import InterruptHandler, flushed_denormals, frozen, kep
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example, FeatureReader
 from eyas_train.dist import LossFunction, join, world_size
-from eyas_train.evaluation import MoreFigures, evaluate_heldout
 from eyas_train.optim import HeadOptimizer
 from eyas_train.output import TrainOutput, kept_state
 from eyas_train.progress import OnProgress
@@ -47,7 +46,7 @@ from eyas_train.reporter import Reporter
 from eyas_train.setup import TrainSetup, set_up
 from eyas_train.start import begins_fitted
 from eyas_train.state import BestHead, TrainState, saved_states
-from eyas_train.step import train_step
+from eyas_train.step import MoreFigures, evaluate_heldout, train_step
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
 

@@ -13,10 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-__all__ = ["OnProgress", "Progress", "bar", "figures_text"]
-
-SECONDS_BETWEEN_LINES = 30.0  # where there is no terminal
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -49,13 +45,8 @@ def bar(console: Console | None = None) -> Iterator[OnProgress]:
     if not console.is_terminal:
         yield _line_printer(console)
         return
-    columns = (
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
+    counts = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (*counts, TextColumn("{task.fields[text]}", markup=False))
     with RichProgress(*columns, console=console, redirect_stdout=False) as display:
         task = display.add_task("training", total=None, text="")
 
@@ -75,7 +66,7 @@ def _line_printer(console: Console) -> OnProgress:
     def show(now: Progress) -> None:
         nonlocal last_time
         text = now.note
-        if not text and (time.monotonic() - last_time > SECONDS_BETWEEN_LINES or now.step == now.steps):
+        if not text and (time.monotonic() - last_time > 30 or now.step == now.steps):
             last_time = time.monotonic()
             text = f"step {now.step}/{now.steps}  {figures_text(now.figures)}  lr {now.lr:.3g}  {now.tokens_per_second:,.0f} tok/s"
         if text:

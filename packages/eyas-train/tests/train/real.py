@@ -19,9 +19,9 @@ from eyas.errors import EyasError
 from eyas_train import dist
 from eyas_train.config import TrainConfig
 from eyas_train.data import Batches
+from eyas_train.dist import share_layers
 from eyas_train.features import batch_of
 from eyas_train.loop import TrainResult, train
-from eyas_train.shared_target import share_layers
 from eyas_train.state import saved_states
 from eyas_train.vocab import count_tokens
 from heads import language

@@ -485,7 +485,7 @@ def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     assert record["tokens"] == read_state(tmp_path)["tokens"] > 0
     assert record["seconds"] > 0
     card = (tmp_path / "README.md").read_text()
-    assert all(part in card for part in ("# toy draft head for toy", "| 0-alpha |", "--method toy"))
+    assert all(part in card for part in ("# toy draft head for toy", "| 0-alpha |", f"--draft {tmp_path}"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.errors import InputError, OptionError
-from eyas_train import trackers, vocab
+from eyas_train import reporter, vocab
 from eyas_train._process import flushed_denormals, frozen
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example
@@ -224,4 +224,4 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(OptionError, match="wandb is not installed: pip install wandb"):
-        trackers.check_trackers(["wandb"])
+        reporter.check_trackers(["wandb"])

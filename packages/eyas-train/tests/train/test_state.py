@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from eyas.errors import EyasError, InputError
 from eyas.locks import locked_output
 from eyas_train.data import Batches
 from eyas_train.dist import SingleProcess
-from eyas_train.log import TrainLog, read_log
+from eyas_train.reporter import TrainLog, read_log
 from eyas_train.state import load_tensors, load_values, save_state, saved_states, whole_tensors
 from train import toy
 from train.states import REMOVED, change_values, copy_state, read_state
@@ -85,30 +84,15 @@ def test_a_flipped_bit_is_found(tmp_path: Path, trained: Path) -> None:
     assert is_same(read_state(tmp_path), read_state(trained))
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no position": ({"position": REMOVED}, "position"),
-    "config None": ({"config": None}, "config"),
-    "config a list": ({"config": [1]}, "config"),
-    "step a text": ({"step": "3"}, "step"),
-    "step True": ({"step": True}, "step"),
-    "position of one number": ({"position": [1]}, "state-"),
-    "position of texts": ({"position": ["a", "b"]}, "state-"),
-    "a negative position": ({"position": [0, -3]}, "state-"),
-    "best without figures": ({"best": {"step": 1}}, "state-"),
-    "figures that are texts": ({"heldout": {"loss": "low"}}, "state-"),
-    "betas None": ({"config": {"betas": None}}, "betas"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_state_with_wrong_values_is_one_line(tmp_path: Path, trained: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"position": REMOVED}, {"position": [1]}, {"best": {"step": 1}}, {"seconds": None}]
+)
+def test_a_state_with_wrong_values_is_one_line(tmp_path: Path, trained: Path, changes: dict[str, Any]) -> None:
     """Values that no run has written: a line that names the state, never a traceback."""
-    changes, words = WRONG[name]
     change_values(copy_state(trained, tmp_path), **changes)
-    with pytest.raises(EyasError, match=words) as raised:
+    with pytest.raises(EyasError, match="state-4-4 is not a whole state") as raised:
         toy.run(tmp_path, steps=4, save_every=2)
     assert "\n" not in str(raised.value)
-    assert "state-" in str(raised.value)
 
 
 @pytest.mark.parametrize("kept", ["", "net.inner.", "optimizer."])
@@ -127,17 +111,11 @@ def test_a_state_without_some_tensors_is_one_line(tmp_path: Path, trained: Path,
 
 
 def test_other_files_are_no_states(tmp_path: Path, trained: Path) -> None:
-    """Bug: a traceback where somebody has packed a state beside it. Of a state of an older eyas nothing is read, and one
-    line says so: a pickle could run a program."""
+    """Bug: a traceback where somebody has packed a state beside it."""
     state = copy_state(trained, tmp_path)
     for name in ("state-4-4.tar.gz", "state-of-the-run.txt", "state-10-1x"):
         (tmp_path / name).write_bytes(b"any")
     assert saved_states(tmp_path) == [state]
-    shutil.rmtree(state)
-    (tmp_path / "state.pt").write_bytes(b"any")
-    with pytest.raises(InputError, match=r"state\.pt is the state of an older eyas; delete it"):
-        toy.run(tmp_path, steps=4, save_every=2)
-    toy.run(tmp_path, steps=4, save_every=2, resume=False)
 
 
 def test_one_state_stays(tmp_path: Path) -> None:

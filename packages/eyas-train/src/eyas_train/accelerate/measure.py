@@ -29,9 +29,9 @@ from eyas_train.accelerate.material import Material
 from eyas_train.accelerate.plan import Prospect, Speeds, make_plan
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example, Examples
-from eyas_train.log import read_log
 from eyas_train.loop import train
 from eyas_train.regenerate import Conversation, DataLine, GenerationSettings, parse_conversation, regenerate
+from eyas_train.reporter import read_log
 
 log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
 

@@ -184,7 +184,7 @@ def _train(
     from eyas.core.options import build_options
     from eyas_train.config import TrainConfig
     from eyas_train.dist import world_size
-    from eyas_train.trackers import check_trackers
+    from eyas_train.reporter import check_trackers
 
     check_exact(model)
     check_source(head.data, head.features)
@@ -206,7 +206,7 @@ def _load_shared(model: FeatureTarget) -> LLM:
     import torch
 
     from eyas.targets.loading import pick_device
-    from eyas_train.shared_target import share_layers
+    from eyas_train.dist import share_layers
 
     device = torch.device(pick_device(_device(model.device)))
     dtype = "bfloat16" if model.dtype == "auto" and device.type == "cuda" else model.dtype

@@ -1,14 +1,15 @@
 """The model card of a draft head: its use, its quality and the commands of each engine, from the record of its
-training. It is the README.md beside a trained head, and of a head on the hub."""
+training. It is the README.md in the folder of a trained head, and on the hub."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eyas.checkpoints import Weights
+if TYPE_CHECKING:
+    from eyas.checkpoints import Weights
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

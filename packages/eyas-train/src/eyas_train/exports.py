@@ -14,8 +14,6 @@ from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
 from eyas_train.formats import exporting
 
-__all__ = ["export", "export_formats", "suffix", "usage"]
-
 
 def export_formats() -> dict[str, tuple[str, ...]]:
     """Return the formats that heads are exported to, by name, each with the methods whose heads it holds."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-__all__ = ["BLOCK", "MAX_PAIRS", "MIN_PAIRS", "PairedTrial"]
+from statistics import fmean, stdev
 
 BLOCK = 8  # cycles
 MIN_PAIRS, MAX_PAIRS = 6, 16
@@ -57,24 +56,20 @@ class PairedTrial:
     @property
     def mean(self) -> float:
         """The mean difference; 0 without pairs."""
-        return sum(self.differences) / len(self.differences) if self.differences else 0.0
+        return fmean(self.differences) if self.differences else 0.0
 
     @property
-    def error(self) -> float:
-        """Return the standard error of the mean; infinite where nothing is known."""
+    def limit(self) -> float:
+        """The size of a mean difference that says something; infinite where nothing is known."""
         n = len(self.differences)
-        if n < 2:
-            return math.inf
-        variance = sum((difference - self.mean) ** 2 for difference in self.differences) / (n - 1)
-        return math.sqrt(variance / n)
+        return LIMIT * stdev(self.differences) / math.sqrt(n) if n >= MIN_PAIRS else math.inf
 
     @property
     def is_worse(self) -> bool:
         """Whether the new head accepts significantly less."""
-        return len(self.differences) >= MIN_PAIRS and self.mean < -LIMIT * self.error
+        return self.mean < -self.limit
 
     @property
     def is_over(self) -> bool:
         """Whether the new weights have drafted long enough: they are better, or there was no alarm."""
-        is_better = len(self.differences) >= MIN_PAIRS and self.mean > LIMIT * self.error
-        return is_better or len(self.differences) >= MAX_PAIRS
+        return self.mean > self.limit or len(self.differences) >= MAX_PAIRS

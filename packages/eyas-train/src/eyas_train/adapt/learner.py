@@ -43,8 +43,6 @@ from eyas_train.adapt.guard import NEW, PairedTrial
 from eyas_train.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 from eyas_train.adapt.swap import check_same, head_of, kept_names, prepare, put
 
-__all__ = ["Learner", "Settings"]
-
 GIVEN_EVERY = 4  # trials, of which one compares with the head that was given
 WARM_UP = 8  # steps over which the learning rate rises
 CLIP = 0.5  # largest norm of a gradient, as in training
@@ -107,7 +105,9 @@ class Learner:
         self.served = self.spent = 0.0
         self.steps = self.kept = self.undone = 0
         self._costs = deque([self.settings.first_seconds], maxlen=8)
-        self._sessions: weakref.WeakSet[RecordingSession] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[RecordingSession] = (
+            weakref.WeakSet()
+        )  # their texts are wanted when nothing is in flight
         self._began = 0.0
         self._start(copy(method))
 
@@ -129,10 +129,6 @@ class Learner:
         self._warm, self._since = 0, 0
 
     # --- calls of the recorder
-
-    def opened(self, session: RecordingSession) -> None:
-        """Know a session, whose texts are wanted when nothing is in flight."""
-        self._sessions.add(session)
 
     def begin_cycle(self) -> None:
         """Choose the weights of the cycle that begins."""
@@ -187,8 +183,7 @@ class Learner:
             idle: no request is in flight, so all texts that are kept are complete.
         """
         if idle:
-            for session in list(self._sessions):
-                session.give_all()
+            self._take_all()
         if not self.texts.texts or self.spent + max(self._costs) > self.settings.share * self.served:
             return False
         began = self._now()
@@ -201,6 +196,10 @@ class Learner:
             self._costs.clear()
         self._costs.append(seconds)
         return True
+
+    def _take_all(self) -> None:
+        for session in list(self.sessions):
+            session.give_all()
 
     def _step(self) -> None:
         """Make one step of AdamW. Nothing changes if the loss or its gradient is not finite."""
@@ -246,9 +245,8 @@ class Learner:
 
     def forget(self) -> None:
         """Forget all texts: for a target whose weights have changed."""
-        for session in list(self._sessions):
-            session.give_all()
-        self.texts.clear()
+        self._take_all()
+        self.texts.texts = []
 
     def save(self, folder: str | Path, given: str | None = None) -> None:
         """Write the last good head into a folder of its own.

@@ -23,8 +23,6 @@ from eyas_train._replies import find_replies, is_trained
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FIRST_COUNTABLE", "ChatReader", "TokenizedChat", "messages_to_learn"]
-
 DATE = datetime(2026, 1, 1, 12)  # for templates that write today's: the same data gives the same examples on every day
 FIRST_COUNTABLE = 2  # the first input of a head, the feature of token 0 and token 1, predicts token 2
 

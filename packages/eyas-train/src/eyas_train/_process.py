@@ -17,8 +17,6 @@ from torch import nn
 
 from eyas.hardware import bfloat16_gain
 
-__all__ = ["InterruptHandler", "flushed_denormals", "frozen", "has_bf16", "kept_memory"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_BFLOAT16_GAIN = 1.2  # products are half of a step, and conversions take time
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc's names (malloc.h)

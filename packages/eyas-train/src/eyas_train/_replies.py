@@ -32,8 +32,6 @@ from eyas.core.cache import common_prefix
 from eyas.errors import InputError
 from eyas.text import REASONING, Span
 
-__all__ = ["Found", "find_replies", "has_weight", "is_trained"]
-
 Messages = Sequence[Mapping[str, Any]]
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 LAST_TAG = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])\s*$")  # an opening may end with one that begins the reasoning: <think>

@@ -16,8 +16,6 @@ from eyas.drafters import DraftMethod
 from eyas_lab.metrics import cycle_of, n_alpha
 from eyas_train.data import Example
 
-__all__ = ["chain_figures", "last_prompt"]
-
 
 def chain_figures(
     examples: Sequence[Example],

@@ -44,19 +44,6 @@ from eyas_train._chat import FIRST_COUNTABLE, ChatReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Batches",
-    "Data",
-    "Example",
-    "Examples",
-    "LineReader",
-    "Report",
-    "check_lines",
-    "data_hash",
-    "raw_lines",
-    "read",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -383,13 +370,14 @@ class Batches:
         """Return (tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
         an example never count.
         """
-        rows = [_tensors(self.examples, i) for i in batch]
+        rows = [example_tensors(self.examples, i) for i in batch]
         tokens_N, counted_N = (torch.cat(parts) for parts in zip(*rows, strict=True))
         documents = Documents(tuple(self.lengths[i] for i in batch))
         return tokens_N, counted_N & (documents.position_N() >= FIRST_COUNTABLE), documents
 
 
-def _tensors(examples: Sequence[Example], index: int) -> tuple[Tensor, Tensor]:
+def example_tensors(examples: Sequence[Example], index: int) -> tuple[Tensor, Tensor]:
+    """Return an example's ids, int64 [T], and whether they count, bool [T]."""
     if isinstance(examples, Examples):
         return examples.tensors(index)
     return torch.tensor(examples[index].ids), torch.tensor(examples[index].counted)

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PaddedRows", "attention_of", "flash_attention"]
-
 aten = torch.ops.aten
 
 

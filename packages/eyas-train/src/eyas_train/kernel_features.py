@@ -19,8 +19,6 @@ from eyas.kernels import Pass
 from eyas.runners.cpu import CpuRunner, make_cpu_runner
 from eyas.runners.tools import UnsuitedError
 
-__all__ = ["feature_reader"]
-
 ROUNDED = kernels.WeightFormat("int8", "int16")
 
 

@@ -48,8 +48,6 @@ from eyas_train.start import begins_fitted
 from eyas_train.state import BestHead, TrainState, saved_states
 from eyas_train.step import MoreFigures, evaluate_heldout, train_step
 
-__all__ = ["TrainConfig", "TrainResult", "train"]
-
 
 @dataclass(frozen=True)
 class TrainResult:

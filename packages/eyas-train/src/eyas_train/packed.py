@@ -30,8 +30,6 @@ from torch import Tensor
 from eyas.nn import Attention, KeysValues
 from eyas_train.flash import attention_of
 
-__all__ = ["QueryRows", "attend_packed", "packed_attention"]
-
 BLOCK = 128  # query rows at a time
 
 

@@ -22,8 +22,8 @@ from eyas_train.data import Batches
 from eyas_train.dist import share_layers
 from eyas_train.features import batch_of
 from eyas_train.loop import TrainResult, train
+from eyas_train.new_heads import count_tokens
 from eyas_train.state import saved_states
-from eyas_train.vocab import count_tokens
 from heads import language
 from train import toy
 

@@ -40,7 +40,7 @@ from chat_data import (
 from eyas.errors import InputError, OptionError
 from eyas.text import render
 from eyas_train.data import Batches, Example, Examples, Report, data_hash, read
-from eyas_train.vocab import choose_draft_vocabulary
+from eyas_train.new_heads import choose_draft_vocabulary
 
 
 @pytest.mark.parametrize("make", [byte_level, merging, metaspace])

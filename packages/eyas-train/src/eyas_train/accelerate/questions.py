@@ -10,8 +10,6 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-__all__ = ["questions"]
-
 
 class _Kind(NamedTuple):
     """Questions of one kind: each form takes each subject at its `{}`."""

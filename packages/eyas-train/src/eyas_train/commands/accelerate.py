@@ -26,6 +26,7 @@ from cyclopts.types import PositiveFloat
 from eyas.cli.tools import (
     AS_JSON,
     DraftOptions,
+    ExactTarget,
     SamplingOptions,
     UsageError,
     interruptible,
@@ -41,8 +42,7 @@ from eyas.errors import InputError, OptionError, near
 from eyas_lab.commands import bench
 from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
-from eyas_train.commands._data import check_files
-from eyas_train.commands._targets import ExactTarget, check_exact, load_target
+from eyas_train.commands._data import check_exact, check_files, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from eyas_lab.datastore import Settings, Source
 
-__all__ = ["COMMANDS"]
-
 WHOLE = 1 << 30  # tokens: documents are not cut
 GROUP = "Heads"
 HELP = "Make a datastore for the method rest."

@@ -20,6 +20,7 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli.tools import (
+    FeatureTarget,
     Interrupted,
     TrainMethodOptions,
     UsageError,
@@ -34,8 +35,7 @@ from eyas.cli.tools import (
 from eyas.errors import EyasError, InputError, OptionError
 from eyas.locks import locked_output, prepare_folder
 from eyas_lab.folders import check_output_folder
-from eyas_train.commands._data import check_files, read_data
-from eyas_train.commands._targets import FeatureTarget, load_target
+from eyas_train.commands._data import check_files, load_target, read_data
 
 if TYPE_CHECKING:
     from eyas.api import LLM

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from eyas.cli.tools import AS_JSON, note, option_group
 from eyas.errors import EyasError, InputError, first_line
 from eyas_train.card import HUB_ID, model_card
-from eyas_train.commands._targets import recorded_target, training_record
+from eyas_train.commands._data import recorded_target, training_record
 
 if TYPE_CHECKING:
     from eyas.checkpoints import Weights

@@ -20,6 +20,7 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from eyas import elsewhere
 from eyas.cli.tools import (
     ConfigOptions,
+    FeatureTarget,
     Here,
     Interrupted,
     TrainMethodOptions,
@@ -35,8 +36,7 @@ from eyas.cli.tools import (
 )
 from eyas.errors import EyasError, OptionError
 from eyas_lab.folders import check_output_folder
-from eyas_train.commands._data import check_source, training_data, training_options
-from eyas_train.commands._targets import FeatureTarget, check_exact, load_target
+from eyas_train.commands._data import check_exact, check_source, load_target, training_data, training_options
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -303,7 +303,7 @@ def _drafter(
     """Return the head of --init, or else a new one that fits the data."""
     from eyas import checkpoints
     from eyas.drafters.tools import EagleMethod
-    from eyas_train.vocab import count_tokens
+    from eyas_train.new_heads import count_tokens
 
     if init is None:
         counts = count_tokens(data.train, llm.target.vocab_size)

@@ -29,7 +29,7 @@ COUNTS = {  # options that are whole numbers, by their least value
 }
 TRACKERS = ("tensorboard", "wandb")
 # options that a resumed run may change, as the weights do not depend on them
-MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing", "share_target")
+MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,6 @@ class TrainConfig:
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     """Several processes (torchrun): each holds a shard of the weights (fsdp), or all of them (ddp).
     """
-    share_target: bool = False
-    """Several processes with --data: each keeps a share of the target's layers in the CPU's memory, and they come to the
-    device one after another (docs/guide/scale.md)."""
     seed: int = 0
     """Seed of a new head's weights, the order of the data and the noise in the loss."""
     eval_every: int = 200
@@ -127,8 +124,7 @@ class TrainConfig:
             value = getattr(self, name)
             require(name, value in choices, f"is unknown; {near(str(value), choices)}")
         require("log", set(self.trackers) <= set(TRACKERS), f"knows {' and '.join(TRACKERS)}")
-        for name in ("checkpointing", "share_target"):
-            require(name, isinstance(getattr(self, name), bool), "is true or false")
+        require("checkpointing", isinstance(self.checkpointing, bool), "is true or false")
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -155,10 +151,6 @@ class TrainConfig:
             )
         if self.minutes is not None and count > 1:
             raise OptionError("minutes are counted by one process's clock: with several processes give tokens or steps")
-        if self.share_target and count == 1:
-            raise OptionError(
-                "share_target divides the target among several processes; with one, give --device-map auto"
-            )
         # torch's Muon accepts shards, but rounds sums over them to bfloat16
         if count > 1 and self.optimizer == "muon" and self.parallel == "fsdp":
             raise OptionError(

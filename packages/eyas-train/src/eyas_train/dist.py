@@ -11,11 +11,6 @@ same decisions from the same numbers; the first one writes. Without WORLD_SIZE, 
 
 FSDP2 shards one module, whose forward is the method's loss: so a method always sees whole weights,
 and this module knows no method.
-
-`share_layers` divides a frozen target that no device holds whole, by FSDP2 with CPU offload. Each process keeps its share
-of every layer in the CPU's memory. In a forward the share of a layer goes to the device, the processes exchange their
-shares, the layer computes, and its weights are given up. Embeddings, final norm and LM head are whole on each device. All
-processes must run the target equally often, and together. So it cannot decode for one of them.
 """
 
 from __future__ import annotations
@@ -29,12 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
-from eyas.targets import quantised
-from eyas.targets.fingerprints import remember_fingerprint
-from eyas.targets.placement import has_offloaded_weights, has_several_devices
 
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
@@ -65,28 +56,6 @@ def join(device: torch.device, parallel: str) -> SingleProcess:
         parallel: "fsdp" or "ddp".
     """
     return ProcessGroup(device, parallel) if world_size() > 1 else SingleProcess()
-
-
-def connect(device: torch.device) -> bool:
-    """Connect to the other processes of the run, unless they are; returns whether this was done here.
-
-    Raises:
-        OptionError: they cannot be reached.
-    """
-    import torch.distributed as dist
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if dist.is_initialized():
-        return False
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (ValueError, RuntimeError) as error:
-        reason = one_line(error, 200)
-        raise OptionError(
-            f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({reason}); start them with torchrun"
-        ) from error
-    return True
 
 
 class SingleProcess:
@@ -165,10 +134,18 @@ class ProcessGroup(SingleProcess):
         """Raise OptionError if the other processes cannot be reached."""
         import torch.distributed as dist
 
-        self.dist = dist
-        self.device = device
+        self.dist, self.device = dist, device
         self.use_fsdp = parallel == "fsdp"
-        self.owns_group = connect(device)
+        self.owns_group = not dist.is_initialized()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if self.owns_group:
+            try:
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            except (ValueError, RuntimeError) as error:
+                raise OptionError(
+                    f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({one_line(error, 200)}); start them with torchrun"
+                ) from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.sharded: Any = None  # FSDP2's module
         self.original_hooks: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the net was sharded
@@ -257,35 +234,3 @@ class _LossModule(nn.Module):
     def forward(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss = self.loss(batch, generator)
         return loss.total, loss.count, loss.sums
-
-
-def share_layers(target: Target, device: torch.device) -> None:
-    """Divide the layers of a target, which is on the CPU, among the processes of this run; `device` then is where it
-    computes.
-
-    Raises:
-        OptionError: the processes cannot be reached, or the target is quantised or has a device map.
-    """
-    if quantised.library_of(target.model) or has_offloaded_weights(target.model) or has_several_devices(target.model):
-        raise OptionError(
-            "share_target: the target must have its weights whole and not quantised; leave one of the two out"
-        )
-    connect(device)
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    remember_fingerprint(target)
-    target.model.requires_grad_(False)
-    layers = {id(value) for layer in target.family.layers for value in (*layer.parameters(), *layer.buffers())}
-    outside = [value for value in (*target.model.parameters(), *target.model.buffers()) if id(value) not in layers]
-    for value in outside:
-        value.data = value.data.to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for layer in target.family.layers:
-        fully_shard(layer, mesh=mesh, offload_policy=policy)
-    ignored = {one for one in outside if isinstance(one, nn.Parameter)}
-    # a common root, so that a layer is fetched while the one before computes
-    fully_shard(target.family.base, mesh=mesh, ignored_params=ignored)
-    target.device = device

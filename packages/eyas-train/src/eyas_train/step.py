@@ -121,14 +121,10 @@ def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | N
         if tokens < setup.config.heldout_tokens:
             chosen.append((tokens, batch))
         tokens += batches.tokens(batch)
-    sums, own = LossSums(), [item for _, item in group.split(chosen)]
-    if setup.config.share_target and len(own) * group.size < len(chosen):
-        own.append(chosen[0])  # all processes run the target equally often; it is not counted again
-    for number, (key, batch) in enumerate(own):
+    sums = LossSums()
+    for _, (key, batch) in group.split(chosen):
         with _memory_errors(batches, batch):
-            loss = batch_loss(drafter, drafter.loss, batches, batch, ("heldout", key), autocast_dtype)
-        if number * group.size + group.rank < len(chosen):
-            sums.add(loss)
+            sums.add(batch_loss(drafter, drafter.loss, batches, batch, ("heldout", key), autocast_dtype))
     figures = per_token(group.sum_values(sums.floats()))
     check_finite(figures.get("loss", 0.0), step)
     if more_figures is not None:

@@ -1,11 +1,12 @@
 """The questions of a run: some are for the bench and never answered before it, the others become
 training data. Which is which depends on a question's content alone, so every session of a run
-decides alike.
+decides alike. `questions.jsonl` has questions for a target, where the user brings none.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import NamedTuple
 from eyas.errors import InputError
 from eyas.files import write_text
 from eyas_train.accelerate.plan import FEWEST_QUESTIONS, MOST_BENCH_QUESTIONS
-from eyas_train.accelerate.questions import questions
 from eyas_train.regenerate import Conversation, DataLine, GenerationSettings, parse_conversation, read_lines
 
 
@@ -23,6 +23,16 @@ class Material(NamedTuple):
 
     answers: list[DataLine]
     bench: list[Conversation]
+
+
+def questions() -> list[str]:
+    """Return the bundled questions, mixed: every form with every subject that suits it. They are plain English, of the
+    kinds that people ask a chat model."""
+    text = Path(__file__).with_name("questions.jsonl").read_text(encoding="utf-8")
+    kinds = [json.loads(line) for line in text.splitlines()]
+    every = [form.format(subject) for kind in kinds for subject in kind["subjects"] for form in kind["forms"]]
+    random.Random(0).shuffle(every)
+    return every
 
 
 def read_material(files: Sequence[str]) -> Material:

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from eyas_train.loop import TrainResult
 
 GROUP = "Heads"
-# How long another process waits with its error: the first process mostly finds the same, reports it, and torchrun
-# then ends the others.
-GRACE_SECONDS = 3.0
 EXAMPLES = """
 eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
 eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4  # several files, longer
@@ -117,7 +114,7 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: FeatureTarge
     except EyasError as error:
         if not rank:
             raise
-        time.sleep(GRACE_SECONDS)
+        time.sleep(3)  # the first process mostly finds the same, reports it, and torchrun then ends the others
         raise EyasError(f"process {rank}: {error}") from error
 
 
@@ -141,37 +138,28 @@ class _Loop:
 def _train_with_workers(
     head: HeadOptions, training: dict[str, Any], model: FeatureTarget, options: dict[str, Any]
 ) -> None:
+    from eyas_train.config import TrainConfig
+
+    workers, folder = head.workers, Path(head.output).expanduser().absolute()  # Ray's processes begin in other folders
+    assert workers is not None
     if head.restart:
         raise UsageError(
             "a training that Ray begins again must go on: leave --restart out, and empty --output yourself"
         )
-    assert head.workers is not None
-    _check_numbers(head, training)
+    if (least := head.min_workers or workers) > workers:
+        raise UsageError(f"--min-workers {least} is more than --workers {workers}")
+    config = TrainConfig(**training_options(head.features, training))
+    for count in range(least, workers + 1):  # before any of them is started
+        config.check_processes(count)
     need_packages("train --workers", "ray", "ray")
     ray, ray_training = elsewhere.part("workers", "train --workers"), elsewhere.part("training", "train --workers")
-
-    folder = str(Path(head.output).expanduser().absolute())  # Ray's processes begin in other folders
-    head = replace(head, output=folder)
-    assert head.workers is not None
-    share = ray.Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
-    loop = Here(_Loop(head, dict(training), model, dict(options)))
+    share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(model.device)))
+    loop = Here(_Loop(replace(head, output=str(folder)), dict(training), model, dict(options)))
     with interruptible(lambda: "the same command goes on from the state that was saved last"):
-        stopped = ray_training.train_with(loop, share, Path(folder), head.min_workers)
+        stopped = ray_training.train_with(loop, share, folder, head.min_workers)
     if stopped is not None:
         raise Interrupted(stopped)
-    note(f"the head is in {head.output}")
-
-
-def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
-    """Refuse numbers of processes that cannot share the batches of a step, before any of them is started."""
-    from eyas_train.config import TrainConfig
-
-    assert head.workers is not None
-    if head.min_workers is not None and head.min_workers > head.workers:
-        raise UsageError(f"--min-workers {head.min_workers} is more than --workers {head.workers}")
-    config = TrainConfig(**training_options(head.features, training))
-    for count in range(head.min_workers or head.workers, head.workers + 1):
-        config.check_processes(count)
+    note(f"the head is in {folder}")
 
 
 def _train(
@@ -197,22 +185,8 @@ def _train(
     method_options = build_options(kind.Options, options)
     if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
-    llm = _load_shared(model) if config.share_target else load_target(model, _device(model.device))
+    llm = load_target(model, _device(model.device))
     train_head(llm, head, config, method_options, verbose=model.verbose, stop=stop)
-
-
-def _load_shared(model: FeatureTarget) -> LLM:
-    """Return the target whose layers are divided among the processes. It is loaded into the CPU's memory."""
-    import torch
-
-    from eyas.targets.loading import pick_device
-    from eyas_train.dist import share_layers
-
-    device = torch.device(pick_device(_device(model.device)))
-    dtype = "bfloat16" if model.dtype == "auto" and device.type == "cuda" else model.dtype
-    llm = load_target(replace(model, dtype=dtype), "cpu")
-    share_layers(llm.target, device)
-    return llm
 
 
 def train_head(
@@ -238,12 +212,11 @@ def train_head(
     from eyas_train.state import saved_states
     from eyas_train.store import StoredExamples
 
-    kind = _trainable_method(head.method)
+    folder = Path(head.output).expanduser()
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, head.data, head.features, config, int(head.features_cache * 2**30))
-    drafter = _drafter(kind, llm, head.init, options, data, config)
-    folder = Path(head.output).expanduser()
+    drafter = _drafter(_trainable_method(head.method), llm, head.init, options, data, config)
     if head.init is None and (head.restart or not saved_states(folder)):
         with progress_bar("fitting the first weights", unit="tokens", hidden=_rank() > 0) as bar:
             fit = fit_start(
@@ -261,7 +234,7 @@ def train_head(
             config,
             head.output,
             resume=not head.restart,
-            evaluate=None if config.share_target else alpha.chain_figures(data.heldout, llm.eos, **evaluation),
+            evaluate=alpha.chain_figures(data.heldout, llm.eos, **evaluation),
             progress=show,
             about=about,
             stop=stop,
@@ -338,7 +311,7 @@ def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
         step = step_of(saved[-1])  # an earlier one than the outcome's, where Ctrl-C has cut a step off
         raise Interrupted(f"step {step} of {outcome.steps} is saved in {folder}; the same command goes on from there")
     figures = f": held-out {figures_text(outcome.heldout)}" if outcome.heldout else ""
-    stopped = outcome.step < outcome.steps
-    early = f" (ended early: {config.patience} evaluations without a better one)" if stopped else ""
+    is_early = outcome.step < outcome.steps
+    early = f" (ended early: {config.patience} evaluations without a better one)" * is_early
     best = f"{folder} holds the head of step {outcome.best_step} of {outcome.steps}"
     note(f"{best}{early}{figures}; {outcome.seconds / 60:.1f} minutes")

@@ -1,6 +1,6 @@
 """Training of draft heads: chat data to counted tokens, and a loop that knows no method. A distribution of its own.
 
-data.py         chats to token ids (_chat.py, _replies.py), which tokens count, batches; regenerate.py: new replies by the target
+data.py         chats to token ids (_chat.py), which tokens count, batches; regenerate.py: new replies by the target
 features.py     the target's hidden states: computed in the run, or from a folder that was filled before (store.py),
                 here or at a URL (remote_store.py)
 config.py       the options of a run; setup.py: what follows from them

@@ -34,18 +34,18 @@ class InterruptHandler:
         from the terminal.
         """
         self.requested = False
-        self.on_first = on_first
-        self.ignore_second = ignore_second
-        self.previous_handlers: dict[signal.Signals, Any] = {}
+        self.on_first, self.ignore_second = on_first, ignore_second
 
-    def __enter__(self) -> InterruptHandler:
-        if threading.current_thread() is threading.main_thread():  # Python allows no handler in other threads
-            self.previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals within this context. Python allows no handler in other threads than the main one."""
+        is_main = threading.current_thread() is threading.main_thread()
+        former = {number: signal.signal(number, self._on_signal) for number in SIGNALS} if is_main else {}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, *_: object) -> None:
         if not self.requested:

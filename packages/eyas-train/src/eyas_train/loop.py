@@ -16,10 +16,6 @@ Files in the output folder:
     log.jsonl                        losses, step by step
     config.json, model.safetensors   the best head so far, in its published format
     training.json, README.md         how it was made
-
-    setup.py       what stays the same during a run       step.py        one update of the weights, held-out figures
-    state.py       what a run changes                     output.py      the files
-    reporter.py    log, trackers, progress
 """
 
 from __future__ import annotations
@@ -157,7 +153,7 @@ class Trainer:
         group = self.setup.group
         interrupt = InterruptHandler(self._note_interrupt, ignore_second=group.size > 1)
         stopped = False
-        with interrupt:
+        with interrupt.installed():
             try:
                 while True:
                     self.save_if_due()  # before the evaluation: if that fails, the step is kept

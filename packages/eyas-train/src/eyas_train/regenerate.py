@@ -26,7 +26,7 @@ from eyas.errors import InputError
 from eyas.text import render, reply_message, template_keywords
 from eyas.text.sources import as_file
 from eyas_lab.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
-from eyas_train._replies import has_weight
+from eyas_train._chat import has_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -37,8 +37,7 @@ from eyas_train.data import Example, FeatureReader
 from eyas_train.dist import LossFunction, join, world_size
 from eyas_train.optim import HeadOptimizer
 from eyas_train.output import TrainOutput, kept_state
-from eyas_train.progress import OnProgress
-from eyas_train.reporter import Reporter
+from eyas_train.reporter import OnProgress, Reporter
 from eyas_train.setup import TrainSetup, set_up
 from eyas_train.start import begins_fitted
 from eyas_train.state import BestHead, TrainState, saved_states

@@ -11,18 +11,40 @@ import importlib.util
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError, OptionError, one_line
 from eyas.files import parse_json, write_errors, write_text
-from eyas_train.progress import OnProgress, Progress, figures_text
 from eyas_train.setup import TrainSetup
 from eyas_train.state import TrainState
 
 LOG_FILE = "log.jsonl"
 Tracker = Callable[[Mapping[str, Any] | None], None]  # called with every line of the log, and with None at the end
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A report of the training loop: after every step, after every evaluation, and with a note for
+    the user.
+    """
+
+    step: int
+    steps: int
+    lr: float
+    tokens_per_second: float  # tokens per second of this process, evaluations included; 0 before the first step
+    figures: Mapping[str, float] = field(default_factory=dict)  # the training loss and its parts, smoothed
+    heldout: Mapping[str, float] = field(default_factory=dict)  # figures of the last evaluation
+    note: str = ""  # one line for the user; mostly empty
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """Return figures as text, such as `loss 0.512 0-alpha 0.71`."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 class Reporter:

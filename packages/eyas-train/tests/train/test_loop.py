@@ -3,7 +3,6 @@ what is left in the folder."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
@@ -29,8 +27,7 @@ from eyas_train import state as state_files
 from eyas_train.config import TrainConfig
 from eyas_train.data import Batches
 from eyas_train.loop import TrainResult, train
-from eyas_train.progress import Progress, bar
-from eyas_train.reporter import Reporter
+from eyas_train.reporter import Progress, Reporter
 from eyas_train.state import saved_states
 from processes import wait_until
 from train import toy
@@ -446,17 +443,6 @@ def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     assert record["seconds"] > 0
     card = (tmp_path / "README.md").read_text()
     assert all(part in card for part in ("# toy draft head for toy", "| 0-alpha |", f"--draft {tmp_path}"))
-
-
-@pytest.mark.slow
-def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
-    for terminal in (True, False):
-        screen = io.StringIO()
-        with bar(Console(file=screen, force_terminal=terminal, width=200)) as show:
-            run(tmp_path / str(terminal), more=show, steps=6)
-        assert "held-out loss" in screen.getvalue()
-        assert "0-alpha" in screen.getvalue()
-        assert "6/6" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from eyas_train.config import TrainConfig
     from eyas_train.data import Data, FeatureReader
     from eyas_train.loop import TrainResult
+    from eyas_train.reporter import OnProgress, Progress
 
 GROUP = "Heads"
 EXAMPLES = """
@@ -206,7 +208,7 @@ def train_head(
         stop: as for `loop.train`.
         evaluation: arguments of `chain_figures`, where its defaults do not suit.
     """
-    from eyas_train import alpha, progress
+    from eyas_train import alpha
     from eyas_train.loop import train
     from eyas_train.start import fit_start
     from eyas_train.state import saved_states
@@ -226,7 +228,7 @@ def train_head(
             note(fit)
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)
-    with progress.bar() as show, quiet(verbose):
+    with _progress() as show, quiet(verbose):
         outcome = train(
             drafter,
             data.train,
@@ -242,6 +244,28 @@ def train_head(
         )
     _report(outcome, head.output, config)
     return outcome
+
+
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """Show a bar with steps, loss, held-out figures and speed; without a terminal, a line every half minute."""
+    from eyas_train.reporter import figures_text
+
+    told = 0.0
+    with progress_bar("training", hidden=_rank() > 0) as bar:
+
+        def show(now: Progress) -> None:
+            nonlocal told
+            heldout = f"  | held-out {figures_text(now.heldout)}" if now.heldout else ""
+            text = f"{figures_text(now.figures)}  {now.tokens_per_second:,.0f} tok/s{heldout}"
+            bar.show(now.step, text, total=now.steps)
+            line = now.note
+            if not line and not sys.stderr.isatty() and (time.monotonic() - told > 30 or now.step == now.steps):
+                told, line = time.monotonic(), f"step {now.step}/{now.steps}  {text}"
+            if line:
+                note(line)
+
+        yield show
 
 
 def _rank() -> int:
@@ -302,7 +326,7 @@ def _reader(llm: LLM, config: TrainConfig, data: Data) -> FeatureReader | None:
 
 
 def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
-    from eyas_train.progress import figures_text
+    from eyas_train.reporter import figures_text
     from eyas_train.state import saved_states, step_of
 
     if outcome.interrupted:

@@ -15,8 +15,8 @@ from eyas.adaptive import cost
 from eyas.cli._errors import Interrupted
 from eyas_train import loop
 from eyas_train.accelerate import measure
+from eyas_train.accelerate.journal import HEADING
 from eyas_train.accelerate.plan import Plan, Prospect, Speeds
-from eyas_train.accelerate.report import HEADING
 from eyas_train.commands import accelerate, features
 
 Run = Callable[..., Any]

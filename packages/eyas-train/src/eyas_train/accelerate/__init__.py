@@ -3,8 +3,8 @@
     measure.py     speeds of a model on this machine, by short trials, and the plan that follows from them
     plan.py        how the minutes are split, and how long each step takes
     material.py    the questions of the training, and the questions of the bench
-    journal.py     what a run has done, kept in a file from which it goes on
-    report.py      what was reached: report.json, report.md, a section of the head's card
+    journal.py     what a run has done, kept in a file from which it goes on; what it has reached: report.json, report.md, a
+                   section of the head's card
 
 Nothing here reads options or prints.
 """

@@ -214,7 +214,7 @@ class Run:
     def report(self, material: Material) -> dict[str, Any]:
         """Do the open steps, and write the report; return it, with its Markdown as "text"."""
         from eyas_lab.bench.report import read_summary
-        from eyas_train.accelerate.report import made_report, write_report
+        from eyas_train.accelerate.journal import made_report, write_report
 
         self.plan(material)
         steps = {"regenerate": self.regenerate, "features": self.features, "train": self.train, "bench": self.bench}

@@ -25,8 +25,9 @@ from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.nn import Documents
+from eyas_train._tensors import DTYPES, stored
 from eyas_train.data import Batches
-from eyas_train.store import DTYPES, FeatureStore, StoredExamples, stored
+from eyas_train.store import FeatureStore, StoredExamples
 
 
 def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> Batch:

@@ -120,7 +120,7 @@ class TrainOutput:
         checkpoints.save(replace(weights, tensors=_in_dtype(weights.tensors, setup.head_dtype)), self.folder)
         record = self._record(state, weights, head_step)
         write_text(self.folder / "training.json", json.dumps(record, indent=2) + "\n")
-        write_text(self.folder / "README.md", model_card(weights, record, str(self.folder), record["target"]["name"]))
+        write_text(self.folder / "README.md", model_card(weights, record, "THIS_FOLDER", record["target"]["name"]))
 
     def _record(self, state: TrainState, weights: Weights, head_step: int) -> dict[str, Any]:
         setup, drafter, target = self.setup, self.setup.drafter, self.setup.drafter.target

@@ -37,29 +37,14 @@ from torch import Tensor
 
 from eyas.errors import InputError, one_line
 from eyas.targets.fingerprints import has_fingerprint
-from eyas_train._manifest import (
-    EXAMPLES_FILE,
-    MANIFEST_FILE,
-    FeatureSettings,
-    Manifest,
-    Shard,
-    StorePlan,
-    format_value,
-    plan_store,
-    tokenizer_identity,
-)
-from eyas_train._tensors import DTYPES, Header, byte_view, read_header, restored, stored, tensors_digest, write_tensors
+from eyas_train._manifest import EXAMPLES_FILE, MANIFEST_FILE, Manifest, format_value, tokenizer_identity
+from eyas_train._tensors import Header, byte_view, read_header, restored, tensors_digest, write_tensors
 from eyas_train.data import Data, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eyas.core.target import Target
-
-__all__ = [
-    "DTYPES", "MANIFEST_FILE", "REPAIR", "FeatureSettings", "FeatureStore", "Manifest", "Shard", "StorePlan",
-    "StoredExamples", "plan_store", "restored", "stored", "tokenizer_identity",
-]  # fmt: skip
 
 MISSING = "missing"
 REPAIR = "delete it and run `eyas features` as before: that shard alone is made again"

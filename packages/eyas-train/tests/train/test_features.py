@@ -23,11 +23,13 @@ from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
 from eyas.targets.fingerprints import fingerprint
+from eyas_train._manifest import FeatureSettings, plan_store
+from eyas_train._tensors import restored, stored
 from eyas_train.data import Batches, Data, Example, Examples, Report
 from eyas_train.features import batch_of, layers_for_training, write_features
 from eyas_train.loop import TrainConfig, train
 from eyas_train.remote_store import MAX_HEADER_BYTES, RemoteStore, open_store
-from eyas_train.store import REPAIR, FeatureSettings, FeatureStore, plan_store, restored, stored
+from eyas_train.store import REPAIR, FeatureStore
 from train import toy
 
 LAYERS = (2, 4, 5, 8)  # what eagle3 reads of eight layers; eagle1 reads the last

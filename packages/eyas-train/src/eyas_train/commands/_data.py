@@ -49,7 +49,7 @@ def training_options(features: str | None, options: Mapping[str, Any]) -> dict[s
     if not features:
         return dict(options)
     from eyas.text.sources import as_file
-    from eyas_train.store import Manifest
+    from eyas_train._manifest import Manifest
 
     settings = Manifest.read(as_file(features)).settings
     fixed = {"max_length": settings.max_length, "heldout": settings.heldout}

@@ -50,7 +50,7 @@ def build(*, options: BuildOptions) -> None:
     """Turn data into tokens, and sort them."""
     from eyas import hardware, named
     from eyas_lab import datastore
-    from eyas_train.store import tokenizer_identity
+    from eyas_train._manifest import tokenizer_identity
 
     if not options.data:
         raise UsageError("option --data is missing")

@@ -40,7 +40,8 @@ from eyas_train.commands._data import check_files, load_target, read_data
 if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.core.target import Target
-    from eyas_train.store import FeatureStore, Manifest
+    from eyas_train._manifest import Manifest
+    from eyas_train.store import FeatureStore
 
 GROUP = "Heads"
 LARGE_GIB = 10.0
@@ -168,8 +169,9 @@ def _plan(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], 
     from eyas.hardware import versions
     from eyas.targets.fingerprints import fingerprint, has_fingerprint
     from eyas.text.sources import as_file
+    from eyas_train._manifest import MANIFEST_FILE, FeatureSettings, plan_store, tokenizer_identity
     from eyas_train.data import data_hash
-    from eyas_train.store import MANIFEST_FILE, FeatureSettings, FeatureStore, plan_store, tokenizer_identity
+    from eyas_train.store import FeatureStore
 
     need_tokenizer(llm)
     target, (first, step) = llm.target, part

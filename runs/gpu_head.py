@@ -41,7 +41,7 @@ from eyas_train.data import Batches, Example, Examples
 from eyas_train.features import batch_of
 from eyas_train.loop import train as run_training
 from eyas_train.method_losses import hidden_by_step
-from eyas_train.progress import Progress
+from eyas_train.reporter import Progress
 from eyas_train.start import fit_start
 
 BEGAN = time.time()

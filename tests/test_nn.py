@@ -11,8 +11,7 @@ from torch import Tensor
 import processes
 from eyas.nn import Documents, LayerShape, rope, rope_frequencies
 from eyas_train import packed
-from eyas_train.flash import attention_of
-from eyas_train.packed import QueryRows, packed_attention
+from eyas_train.packed import QueryRows, attention_of, packed_attention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor], rows: list[int], begins: list[int]) -> Tensor:

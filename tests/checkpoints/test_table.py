@@ -8,7 +8,7 @@ from pathlib import Path
 from eyas import drafters
 from eyas.checkpoints._weights import formats
 from eyas_train import exports
-from eyas_train.formats import exporting
+from eyas_train.exports import exporting
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "head_formats.md"
 

@@ -13,9 +13,8 @@ from eyas.drafters import Batch, DraftMethod
 from eyas.drafters._eagle3_net import LaterLayer
 from eyas.nn import Attention, Documents, LayerShape
 from eyas_train.data import Example
-from eyas_train.fitting import attend_to_itself, copy_layer, least_squares, own_attention
 from eyas_train.packed import QueryRows, attend_packed
-from eyas_train.start import fit_of, fit_start
+from eyas_train.start import attend_to_itself, copy_layer, fit_of, fit_start, least_squares, own_attention
 
 SHAPE = LayerShape(32, 48, 4, 4, 8)
 LENGTHS = (90, 120, 60)

@@ -22,7 +22,7 @@ from eyas.errors import ModelError, OptionError
 from eyas.files import sha256_of_file
 from eyas.named import _smollm2
 from eyas.targets.fingerprints import fingerprint, same_weights
-from eyas_train.commands._targets import recorded_target
+from eyas_train.commands._data import recorded_target
 from gguf_models import write_gguf
 from hub import local_hub
 from toy_tokenizer import VOCAB, byte_tokenizer

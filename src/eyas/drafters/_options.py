@@ -13,7 +13,7 @@ from eyas.errors import OptionError, near
 
 __all__ = ["OBJECTIVES", "SelfTraining", "check_choice", "check_decay", "check_number", "check_weight", "check_whole"]
 
-OBJECTIVES = ("distribution", "acceptance", "hybrid")  # of eyas_train.objectives
+OBJECTIVES = ("distribution", "acceptance", "hybrid")  # of eyas_train.losses
 
 
 def check_whole(group: str, least: int, **values: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from eyas.targets.placement import value_of
 
 __all__ = [
     "Origin", "base_has_fingerprint", "doubts", "fingerprint", "fingerprint_of", "has_fingerprint",
-    "remember_fingerprint", "same_weights",
+    "same_weights",
 ]  # fmt: skip
 
 
@@ -30,18 +30,10 @@ class Origin(TargetExtension):
         base: fingerprint of the weights without an adapter; "": none was added.
         digest: `targets.adapters.digest` of the adapter that is always in use, merged into the
             weights or not; "": there is none.
-        whole: fingerprint of the weights before processes divided them; "": they did not.
     """
 
     base: str = ""
     digest: str = ""
-    whole: str = ""
-
-
-def remember_fingerprint(target: Target) -> None:
-    """Keep the fingerprint of a target whose weights are about to be divided among processes."""
-    others = tuple(one for one in target.extensions if not isinstance(one, Origin))
-    target.extensions = (*others, replace(_origin(target), whole=fingerprint(target)))
 
 
 def _origin(target: Target) -> Origin:
@@ -52,8 +44,6 @@ def fingerprint(target: Target) -> str:
     """Return a short identification of the weights, which is saved with draft heads. If adapters are
     switched between, it is the base model's."""
     origin = _origin(target)
-    if origin.whole:
-        return origin.whole
     if target.adapters is not None and origin.base:
         return origin.base
     own = fingerprint_of(target.model)

@@ -1,13 +1,13 @@
 """Training of draft heads: chat data to counted tokens, and a loop that knows no method. A distribution of its own.
 
-data.py         chats to token ids (_chat.py, _replies.py), which tokens count, batches; regenerate.py: new replies by the target
-features.py     the target's hidden states: computed in the run, or from a folder that was filled before (feature_plan.py,
-                store.py, workers.py), here or at a URL (remote_store.py)
-config.py       the options of a run; setup.py: what follows from them; vocab.py: how often each token counts
-loop.py         the loop; step.py, batch_loss.py, optim.py: one update; dist.py, shared_target.py: several processes
-evaluation.py   losses on held-out examples; alpha.py: acceptance in real decoding
-state.py        from which an interrupted run goes on; output.py, record.py: the head's folder
-reporter.py     log.jsonl (log.py), trackers.py, the progress bar (progress.py)
+data.py         chats to token ids (_chat.py), which tokens count, batches; regenerate.py: new replies by the target
+features.py     the target's hidden states: computed in the run, or from a folder that was filled before (store.py),
+                here or at a URL (remote_store.py)
+config.py       the options of a run; setup.py: what follows from them
+new_heads.py    heads before their training; start.py: the fit of their first weights
+loop.py         the loop; step.py, optim.py: updates and evaluations; dist.py: several processes; alpha.py: real decoding
+state.py        from which an interrupted run goes on; output.py: the head's folder; card.py: its model card
+reporter.py     log.jsonl, trackers, progress
 exports.py      heads for other engines; formats/: the formats that eyas only writes
 accelerate/     the plan of `eyas accelerate`; commands/: the commands, which eyas finds by entry points
 """

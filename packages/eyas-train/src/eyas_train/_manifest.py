@@ -22,39 +22,15 @@ from eyas.errors import InputError
 from eyas.files import write_text
 from eyas.text.sources import File
 from eyas_lab.folders import read_versioned
-from eyas_train._tensors import tensors_digest, write_tensors
+from eyas_train._tensors import DTYPES, tensors_digest, write_tensors
 from eyas_train.data import Data, Report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "DTYPES",
-    "EXAMPLES_FILE",
-    "MANIFEST_FILE",
-    "FeatureSettings",
-    "Manifest",
-    "Shard",
-    "StorePlan",
-    "StoredTensor",
-    "format_value",
-    "plan_store",
-    "tokenizer_identity",
-]
-
-FORMAT = "eyas-features"
-VERSION = 1
-MANIFEST_FILE = "manifest.json"
-EXAMPLES_FILE = "examples.safetensors"
+FORMAT, VERSION = "eyas-features", 1
+MANIFEST_FILE, EXAMPLES_FILE = "manifest.json", "examples.safetensors"
 LAYERS_MEAN = "Hugging Face's hidden_states[k], the input of layer k; the number of layers: after the final norm"
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-SCALES_MEAN = "; times scale.k, a power of two for each token"
-MAX_PROBLEMS = 1000  # unusable lines of the data that the manifest lists
 
 
 class StoredTensor(NamedTuple):
@@ -106,19 +82,15 @@ class FeatureSettings:
             messages.append(f"the target was {self.target['name']!r}, it is {now.target['name']!r}")
         elif self.target["dtype"] != now.target["dtype"]:
             messages.append(f"the target's dtype was {self.target['dtype']}, it is {now.target['dtype']}")
-        messages += [
-            f"the tokenizer has another {part}"
-            for part in self.tokenizer
-            if self.tokenizer[part] != now.tokenizer.get(part)
-        ]
+        parts = [part for part, digest in self.tokenizer.items() if digest != now.tokenizer.get(part)]
+        messages += [f"the tokenizer has another {part}" for part in parts]
         if self.data["sha256"] != now.data["sha256"]:
-            messages.append(
-                f"the data was {', '.join(file['name'] for file in self.data['files'])}, with other contents than now"
-            )
+            names = ", ".join(file["name"] for file in self.data["files"])
+            messages.append(f"the data was {names}, with other contents than now")
         for name in ("layers", "dtype", "max_length", "heldout", "shard_bytes"):
-            before, value = getattr(self, name), getattr(now, name)
+            before, value = format_value(getattr(self, name)), format_value(getattr(now, name))
             if before != value:
-                messages.append(f"{name} {format_value(before)} there, {format_value(value)} now")
+                messages.append(f"{name} {before} there, {value} now")
         return messages
 
 
@@ -150,15 +122,9 @@ class Manifest:
     @property
     def id(self) -> str:
         """Identifies the store; every shard carries it."""
-        settings = self.settings
-        parts = [
-            settings.target["fingerprint"],
-            settings.target["dtype"],
-            settings.layers,
-            settings.dtype,
-            self.examples_sha256,
-        ]
-        return hashlib.sha256(json.dumps([*parts, [[s.file, s.bytes] for s in self.shards]]).encode()).hexdigest()
+        target, shards = self.settings.target, [[shard.file, shard.bytes] for shard in self.shards]
+        parts = [target["fingerprint"], target["dtype"], self.settings.layers, self.settings.dtype]
+        return hashlib.sha256(json.dumps([*parts, self.examples_sha256, shards]).encode()).hexdigest()
 
     @property
     def tokens(self) -> int:
@@ -166,13 +132,14 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json. Raise InputError if it cannot be written."""
+        has_scales = DTYPES[self.settings.dtype].itemsize == 1
         content = {
             "format": FORMAT,
             "version": VERSION,
             "id": self.id,
             **asdict(self.settings),
-            "layers_mean": LAYERS_MEAN + SCALES_MEAN * (DTYPES[self.settings.dtype].itemsize == 1),
-            "report": {**asdict(self.report), "problems": self.report.problems[:MAX_PROBLEMS]},
+            "layers_mean": LAYERS_MEAN + "; times scale.k, a power of two for each token" * has_scales,
+            "report": {**asdict(self.report), "problems": self.report.problems[:1000]},
             "examples": {
                 "file": EXAMPLES_FILE,
                 "sha256": self.examples_sha256,
@@ -207,13 +174,13 @@ class Manifest:
         settings = FeatureSettings(**{f.name: content[f.name] for f in fields(FeatureSettings)})
         examples = content["examples"]
         manifest = cls(
-            settings=replace(settings, layers=tuple(settings.layers)),
-            report=Report(**content["report"]),
-            train=examples["train"],
-            heldout=examples["heldout"],
-            examples_sha256=examples["sha256"],
-            shards=tuple(Shard(**shard) for shard in content["shards"]),
-            versions=content["versions"],
+            replace(settings, layers=tuple(settings.layers)),
+            Report(**content["report"]),
+            examples["train"],
+            examples["heldout"],
+            examples["sha256"],
+            tuple(Shard(**shard) for shard in content["shards"]),
+            content["versions"],
         )
         return manifest, content["sha256"] == _content_hash(content) and manifest.id == content["id"]
 
@@ -228,10 +195,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return SHA-256 of a tokenizer's vocabulary and of its chat template."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
-    return {
-        "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest(),
-        "chat template": hashlib.sha256(template.encode()).hexdigest(),
-    }
+    parts = {"vocabulary": vocabulary, "chat template": template}
+    return {part: hashlib.sha256(text.encode()).hexdigest() for part, text in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -249,7 +214,7 @@ class StorePlan:
 
 
 def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) -> StorePlan:
-    """Assign the examples to shards, in a shuffled order."""
+    """Assign the examples to shards of at most `shard_bytes`, in a shuffled order."""
     tokens, counted, lengths = array("i"), bytearray(), array("i")
     for examples in (data.train, data.heldout):
         for example in examples:
@@ -265,29 +230,20 @@ def plan_store(settings: FeatureSettings, data: Data, versions: dict[str, str]) 
         "counted": torch.frombuffer(counted, dtype=torch.uint8),
     }
     shards = _cut_into_shards([lengths[i] for i in order], settings)
-    manifest = Manifest(
-        settings, data.report, len(data.train), len(data.heldout), tensors_digest(tensors), shards, versions
-    )
-    return StorePlan(manifest, tensors)
+    sizes = len(data.train), len(data.heldout)
+    return StorePlan(Manifest(settings, data.report, *sizes, tensors_digest(tensors), shards, versions), tensors)
 
 
 def _cut_into_shards(lengths: Sequence[int], settings: FeatureSettings) -> tuple[Shard, ...]:
-    """Return shards of at most `shard_bytes`, of whole examples. `lengths`: tokens of each example, in the
-    order of the shards.
-    """
+    """Return shards of whole examples. `lengths`: tokens of each example, in the order of the shards."""
     shards: list[Shard] = []
     first, tokens = 0, 0
-
-    def close(end: int) -> None:
-        size = tokens * settings.token_bytes + 8 * (end - first) * len(settings.layers)
-        shards.append(Shard(f"shard-{len(shards):05d}.safetensors", first, end - first, tokens, size))
-
-    for i, length in enumerate(lengths):
-        if i > first and (tokens + length) * settings.token_bytes > settings.shard_bytes:
-            close(i)
-            first, tokens = i, 0
-        tokens += length
-    close(len(lengths))
+    for end in range(1, len(lengths) + 1):
+        tokens += lengths[end - 1]
+        if end == len(lengths) or (tokens + lengths[end]) * settings.token_bytes > settings.shard_bytes:
+            size = tokens * settings.token_bytes + 8 * (end - first) * len(settings.layers)
+            shards.append(Shard(f"shard-{len(shards):05d}.safetensors", first, end - first, tokens, size))
+            first, tokens = end, 0
     return tuple(shards)
 
 

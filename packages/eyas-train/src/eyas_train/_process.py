@@ -17,8 +17,6 @@ from torch import nn
 
 from eyas.hardware import bfloat16_gain
 
-__all__ = ["InterruptHandler", "flushed_denormals", "frozen", "has_bf16", "kept_memory"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_BFLOAT16_GAIN = 1.2  # products are half of a step, and conversions take time
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc's names (malloc.h)
@@ -36,18 +34,18 @@ class InterruptHandler:
         from the terminal.
         """
         self.requested = False
-        self.on_first = on_first
-        self.ignore_second = ignore_second
-        self.previous_handlers: dict[signal.Signals, Any] = {}
+        self.on_first, self.ignore_second = on_first, ignore_second
 
-    def __enter__(self) -> InterruptHandler:
-        if threading.current_thread() is threading.main_thread():  # Python allows no handler in other threads
-            self.previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals within this context. Python allows no handler in other threads than the main one."""
+        is_main = threading.current_thread() is threading.main_thread()
+        former = {number: signal.signal(number, self._on_signal) for number in SIGNALS} if is_main else {}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, *_: object) -> None:
         if not self.requested:

@@ -16,8 +16,6 @@ from eyas.drafters import DraftMethod
 from eyas_lab.metrics import cycle_of, n_alpha
 from eyas_train.data import Example
 
-__all__ = ["chain_figures", "last_prompt"]
-
 
 def chain_figures(
     examples: Sequence[Example],
@@ -63,10 +61,9 @@ def last_prompt(example: Example) -> tuple[int, ...]:
     end = len(example.ids)
     if all(example.counted):
         return tuple(example.ids[: end // 2])
-    while end and not example.counted[end - 1]:
-        end -= 1
-    while end and example.counted[end - 1]:
-        end -= 1
+    for counts in (False, True):  # what follows the reply, then the reply
+        while end and example.counted[end - 1] is counts:
+            end -= 1
     return tuple(example.ids[:end])
 
 
@@ -78,13 +75,11 @@ def _decode(
     """
     steps: list[Step] = []
     for prompt in prompts:
-        room = drafter.target.context - len(prompt)
-        if room < 1:
-            continue
-        decoder = Decoder(drafter.target, drafter)
-        decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
-        while not decoder.finished:
-            steps += check_steps(decoder.step())
+        if (room := drafter.target.context - len(prompt)) > 0:
+            decoder = Decoder(drafter.target, drafter)
+            decoder.add(Request(prompt, min(new_tokens, room), eos=eos))
+            while not decoder.finished:
+                steps += check_steps(decoder.step())
     return steps
 
 

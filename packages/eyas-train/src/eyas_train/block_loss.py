@@ -33,8 +33,6 @@ from eyas.drafters import Batch, Loss
 from eyas.nn import Documents
 from eyas_train.packed import QueryRows, packed_attention
 
-__all__ = ["block_loss", "choose_anchors", "forward_packed"]
-
 CHUNK_ELEMENTS = 1 << 22  # logits in memory at a time: 16 MiB in float32, a few times over
 
 

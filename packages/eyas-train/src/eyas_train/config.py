@@ -6,16 +6,15 @@ Knows no method, no file and no terminal.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from eyas.core.params import is_number, is_whole
 from eyas.errors import OptionError, near
 from eyas_train.data import Batches
-
-__all__ = ["TrainConfig"]
 
 CHOICES = {
     "schedule": ("linear", "cosine", "constant"),
@@ -23,23 +22,14 @@ CHOICES = {
     "optimizer": ("adamw", "muon"),
     "parallel": ("fsdp", "ddp"),
 }
-MINIMA = {  # least values of the options that are whole numbers
-    "steps": 1,
-    "tokens": 1,
-    "warmup_steps": 0,
-    "batch_tokens": 3,
-    "accumulation": 1,
-    "max_length": 3,
-    "heldout_tokens": 1,
-    "seed": 0,
-    "eval_every": 0,
-    "save_every": 0,
-    "log_every": 1,
-    "patience": 0,
+COUNTS = {  # options that are whole numbers, by their least value
+    0: ("warmup_steps", "seed", "eval_every", "save_every", "patience"),
+    1: ("steps", "tokens", "accumulation", "heldout_tokens", "log_every"),
+    3: ("batch_tokens", "max_length"),
 }
 TRACKERS = ("tensorboard", "wandb")
 # options that a resumed run may change, as the weights do not depend on them
-MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing", "share_target")
+MAY_CHANGE = ("save_every", "log_every", "log", "parallel", "checkpointing")
 
 
 @dataclass(frozen=True)
@@ -93,9 +83,6 @@ class TrainConfig:
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     """Several processes (torchrun): each holds a shard of the weights (fsdp), or all of them (ddp).
     """
-    share_target: bool = False
-    """Several processes with --data: each keeps a share of the target's layers in the CPU's memory, and they come to the
-    device one after another (docs/guide/scale.md)."""
     seed: int = 0
     """Seed of a new head's weights, the order of the data and the noise in the loss."""
     eval_every: int = 200
@@ -110,35 +97,34 @@ class TrainConfig:
     """Also log to tensorboard, wandb, or both with a comma. Default: log.jsonl only."""
 
     def __post_init__(self) -> None:
+        def require(name: str, is_valid: bool, rule: str) -> None:
+            if not is_valid:
+                raise OptionError(f"{name} {rule}; got {getattr(self, name)!r}")
+
         for name in ("lr", "clip", "weight_decay"):
-            _require(is_number(getattr(self, name)) and getattr(self, name) >= 0, name, "must be 0 or more", self)
-        _require(self.lr > 0, "lr", "must be above 0", self)
+            value = getattr(self, name)
+            require(name, is_number(value) and value >= 0, "must be 0 or more")
+        require("lr", self.lr > 0, "must be above 0")
         for name in ("min_lr_share", "heldout"):
-            _require(
-                is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1, name, "is a share from 0 to 1", self
-            )
-        _require(self.heldout < 1, "heldout", "must leave something to train on: below 1", self)
+            value = getattr(self, name)
+            require(name, is_number(value) and 0 <= value <= 1, "is a share from 0 to 1")
+        require("heldout", self.heldout < 1, "must leave something to train on: below 1")
         are_betas = len(self.betas) == 2 and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
-        _require(are_betas, "betas", "are two numbers from 0 up to, not including, 1", self)
+        require("betas", are_betas, "are two numbers from 0 up to, not including, 1")
         for name in ("epochs", "minutes"):
             value = getattr(self, name)
-            _require(value is None or (is_number(value) and value > 0), name, "must be above 0", self)
-        for name, minimum in MINIMA.items():
-            value = getattr(self, name)
-            is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
-            _require(
-                is_unset or (is_whole(value) and value >= minimum),
-                name,
-                f"must be a whole number, {minimum} or more",
-                self,
-            )
+            require(name, value is None or (is_number(value) and value > 0), "must be above 0")
+        for least, names in COUNTS.items():
+            for name in names:
+                value = getattr(self, name)
+                is_unset = value is None and name in ("steps", "tokens", "warmup_steps")
+                is_count = is_unset or (is_whole(value) and value >= least)
+                require(name, is_count, f"must be a whole number, {least} or more")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            _require(value in choices, name, f"is unknown; {near(str(value), choices)}", self)
-        for tracker in self.trackers:
-            _require(tracker in TRACKERS, "log", f"knows {' and '.join(TRACKERS)}", self)
-        for name in ("checkpointing", "share_target"):
-            _require(isinstance(getattr(self, name), bool), name, "is true or false", self)
+            require(name, value in choices, f"is unknown; {near(str(value), choices)}")
+        require("log", set(self.trackers) <= set(TRACKERS), f"knows {' and '.join(TRACKERS)}")
+        require("checkpointing", isinstance(self.checkpointing, bool), "is true or false")
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -165,10 +151,6 @@ class TrainConfig:
             )
         if self.minutes is not None and count > 1:
             raise OptionError("minutes are counted by one process's clock: with several processes give tokens or steps")
-        if self.share_target and count == 1:
-            raise OptionError(
-                "share_target divides the target among several processes; with one, give --device-map auto"
-            )
         # torch's Muon accepts shards, but rounds sums over them to bfloat16
         if count > 1 and self.optimizer == "muon" and self.parallel == "fsdp":
             raise OptionError(
@@ -178,9 +160,7 @@ class TrainConfig:
     def total_steps(self, batches: Batches) -> int:
         """Return the steps of a run with this data; with `minutes` the steps of an epoch, because
         `TrainState.steps` counts by the clock. Raise OptionError when the warm-up would not end."""
-        steps = (
-            self.steps if self.steps is not None else max(1, math.ceil(self._batch_count(batches) / self.accumulation))
-        )
+        steps = self.steps or max(1, math.ceil(self._batch_count(batches) / self.accumulation))
         if self.warmup_steps is not None and self.warmup_steps >= steps:
             raise OptionError(
                 f"warmup_steps is {self.warmup_steps}, the whole training has {steps} steps; lower it or train longer"
@@ -213,19 +193,9 @@ class TrainConfig:
         """Return the differences to a saved run's options, for a message; options in MAY_CHANGE are
         left out.
         """
-        messages = []
-        for name in (f.name for f in fields(self) if f.name not in MAY_CHANGE):
-            before, now = _as_list(saved.get(name)), _as_list(getattr(self, name))
-            if before != now:
-                messages.append(f"{name} {before!r} there, {now!r} now")
-        return messages
-
-
-def _require(is_valid: bool, name: str, rule: str, config: TrainConfig) -> None:
-    if not is_valid:
-        raise OptionError(f"{name} {rule}; got {getattr(config, name)!r}")
-
-
-def _as_list(value: object) -> object:
-    """Return tuples as lists, as a saved state may hold either."""
-    return list(value) if isinstance(value, tuple) else value
+        now = json.loads(json.dumps(asdict(self)))  # as a saved state holds them
+        return [
+            f"{name} {saved.get(name)!r} there, {value!r} now"
+            for name, value in now.items()
+            if name not in MAY_CHANGE and saved.get(name) != value
+        ]

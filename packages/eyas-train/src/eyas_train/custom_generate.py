@@ -12,8 +12,6 @@ from eyas import __version__
 from eyas.errors import InputError
 from eyas.files import write_text
 
-__all__ = ["write_custom_generate"]
-
 GENERATE = '''\
 """Lets eyas decode with this draft head: model.generate(..., custom_generate="this repository", trust_remote_code=True)."""
 

@@ -44,19 +44,6 @@ from eyas_train._chat import FIRST_COUNTABLE, ChatReader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Batches",
-    "Data",
-    "Example",
-    "Examples",
-    "LineReader",
-    "Report",
-    "check_lines",
-    "data_hash",
-    "raw_lines",
-    "read",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -115,19 +102,16 @@ class Report:
     unused_tools: int = 0  # conversations of which the template leaves out the tools
 
     def __str__(self) -> str:
-        notes = [
-            f"{self.bad:,} of {self.lines:,} lines cannot be used" if self.bad else "",
-            f"{self.truncated:,} conversations cut at the maximum length" if self.truncated else "",
-            f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)"
-            if self.last_only
-            else "",
-            f"in {self.left_out:,} the template leaves out a part of a reply, such as its reasoning, which does not count"
-            if self.left_out
-            else "",
-            f"in {self.unused_tools:,} the template leaves out the tools" if self.unused_tools else "",
-        ]
         size = f"{self.examples:,} examples, {self.tokens:,} tokens, {self.counted_tokens:,} of them counted"
-        return "; ".join([size, *filter(None, notes)])
+        left_out = "the template leaves out a part of a reply, such as its reasoning, which does not count"
+        notes = {
+            f"{self.bad:,} of {self.lines:,} lines cannot be used": self.bad,
+            f"{self.truncated:,} conversations cut at the maximum length": self.truncated,
+            f"in {self.last_only:,} only the last reply counts (the template rewrites earlier turns)": self.last_only,
+            f"in {self.left_out:,} {left_out}": self.left_out,
+            f"in {self.unused_tools:,} the template leaves out the tools": self.unused_tools,
+        }
+        return "; ".join([size, *(note for note, count in notes.items() if count)])
 
 
 @dataclass(frozen=True)
@@ -211,10 +195,8 @@ class LineReader:
         report: Report,
         on_line: Callable[[Report], None] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.report = report
-        self.on_line = on_line
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.report, self.on_line = report, on_line
         self.chat = ChatReader(tokenizer)
 
     def examples(self, file: File) -> Iterator[tuple[bytes, Example]]:
@@ -325,10 +307,8 @@ class Batches:
         self, examples: Sequence[Example], batch_tokens: int, seed: int = 0, read: FeatureReader | None = None
     ) -> None:
         """Raise OptionError if an example does not fit into a batch. `read`: reads features; None: the target does."""
-        self.examples = examples
-        self.batch_tokens = batch_tokens
-        self.seed = seed
-        self.read = read
+        self.examples, self.batch_tokens = examples, batch_tokens
+        self.seed, self.read = seed, read
         self.lengths = [len(example.ids) for example in examples]
         self._plan_of = lru_cache(maxsize=2)(self.plan)  # two: a step looks ahead into the next epoch
         if self.lengths and max(self.lengths) > batch_tokens:
@@ -344,16 +324,13 @@ class Batches:
         noise = 0.0 if epoch is None else 0.1
         order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i] * (1 + noise * rng.uniform(-1, 1)))
         batches: list[list[int]] = []
-        batch: list[int] = []
         longest = 0
         for i in order:
             longest = max(longest, self.lengths[i])
-            if batch and (len(batch) + 1) * longest > self.batch_tokens:
-                batches.append(batch)
-                batch, longest = [], self.lengths[i]
-            batch.append(i)
-        if batch:
-            batches.append(batch)
+            if not batches or (len(batches[-1]) + 1) * longest > self.batch_tokens:
+                batches.append([])
+                longest = self.lengths[i]
+            batches[-1].append(i)
         if epoch is not None:
             rng.shuffle(batches)
         return batches
@@ -383,13 +360,14 @@ class Batches:
         """Return (tokens_N int64, counted_N bool, documents): the examples end to end. The first tokens of
         an example never count.
         """
-        rows = [_tensors(self.examples, i) for i in batch]
+        rows = [example_tensors(self.examples, i) for i in batch]
         tokens_N, counted_N = (torch.cat(parts) for parts in zip(*rows, strict=True))
         documents = Documents(tuple(self.lengths[i] for i in batch))
         return tokens_N, counted_N & (documents.position_N() >= FIRST_COUNTABLE), documents
 
 
-def _tensors(examples: Sequence[Example], index: int) -> tuple[Tensor, Tensor]:
+def example_tensors(examples: Sequence[Example], index: int) -> tuple[Tensor, Tensor]:
+    """Return an example's ids, int64 [T], and whether they count, bool [T]."""
     if isinstance(examples, Examples):
         return examples.tensors(index)
     return torch.tensor(examples[index].ids), torch.tensor(examples[index].counted)

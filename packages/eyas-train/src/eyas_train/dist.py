@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from eyas.drafters import Batch, DraftMethod, Loss
 from eyas.errors import OptionError, one_line
 
-__all__ = ["LossFunction", "ProcessGroup", "SingleProcess", "connect", "join", "launched_as", "world_size"]
-
 T = TypeVar("T")
 LossFunction = Callable[[Batch, torch.Generator], Loss]
 TIMEOUT = timedelta(hours=1)  # the other processes wait while the first one decodes held-out prompts
@@ -58,28 +56,6 @@ def join(device: torch.device, parallel: str) -> SingleProcess:
         parallel: "fsdp" or "ddp".
     """
     return ProcessGroup(device, parallel) if world_size() > 1 else SingleProcess()
-
-
-def connect(device: torch.device) -> bool:
-    """Connect to the other processes of the run, unless they are; returns whether this was done here.
-
-    Raises:
-        OptionError: they cannot be reached.
-    """
-    import torch.distributed as dist
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if dist.is_initialized():
-        return False
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (ValueError, RuntimeError) as error:
-        reason = one_line(error, 200)
-        raise OptionError(
-            f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({reason}); start them with torchrun"
-        ) from error
-    return True
 
 
 class SingleProcess:
@@ -129,15 +105,19 @@ class SingleProcess:
 
     def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return sums over the processes, the same bits in all of them."""
-        return dict(values)
+        total = dict[str, float]()
+        for part in self.gather(dict(values)):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return flag
+        return any(self.gather(flag))
 
     def broadcast(self, value: T) -> T:
         """Return the first process's value."""
-        return value
+        return self.gather(value)[0]
 
     def close(self) -> None:
         """Leave the group, after a run that ended well."""
@@ -154,10 +134,18 @@ class ProcessGroup(SingleProcess):
         """Raise OptionError if the other processes cannot be reached."""
         import torch.distributed as dist
 
-        self.dist = dist
-        self.device = device
+        self.dist, self.device = dist, device
         self.use_fsdp = parallel == "fsdp"
-        self.owns_group = connect(device)
+        self.owns_group = not dist.is_initialized()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if self.owns_group:
+            try:
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+            except (ValueError, RuntimeError) as error:
+                raise OptionError(
+                    f"WORLD_SIZE is {world_size()}, but the processes cannot meet ({one_line(error, 200)}); start them with torchrun"
+                ) from error
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.sharded: Any = None  # FSDP2's module
         self.original_hooks: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the net was sharded
@@ -193,17 +181,14 @@ class ProcessGroup(SingleProcess):
             for module, name, value in shards:
                 setattr(module, name, value)
 
-    def _replace_shards(self, net: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def _replace_shards(self, net: nn.Module) -> list[tuple[nn.Module, str, Any]]:
         """Put whole parameters in the place of shards; returns the shards and where they were."""
-        parameters = [
-            (module, name, value)
-            for module in net.modules()
-            for name, value in module._parameters.items()
-            if value is not None
+        parameters: list[tuple[nn.Module, str, Any]] = [
+            (module, *item) for module in net.modules() for item in module._parameters.items()
         ]
         shards = [(module, name, value) for module, name, value in parameters if hasattr(value, "full_tensor")]
         for module, name, value in shards:
-            setattr(module, name, nn.Parameter(value.detach().full_tensor(), requires_grad=value.requires_grad))  # type: ignore[attr-defined]
+            setattr(module, name, nn.Parameter(value.detach().full_tensor(), requires_grad=value.requires_grad))
         return shards
 
     def broadcast_weights(self, net: nn.Module) -> None:
@@ -227,22 +212,6 @@ class ProcessGroup(SingleProcess):
         values: list[Any] = [None] * self.size
         self.dist.all_gather_object(values, value)
         return values
-
-    def sum_values(self, values: Mapping[str, float]) -> dict[str, float]:
-        total = dict[str, float]()
-        for part in self.gather(dict(values)):
-            for name, value in part.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
-
-    def any(self, flag: bool) -> bool:
-        return any(self.gather(flag))
-
-    def broadcast(self, value: T) -> T:
-        box: list[Any] = [value]
-        self.dist.broadcast_object_list(box, src=0)
-        first: T = box[0]
-        return first
 
     def close(self) -> None:
         self.dist.barrier()

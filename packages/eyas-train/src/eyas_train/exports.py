@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from eyas.checkpoints import ExportTarget, Weights
-from eyas.checkpoints.tools import write
+from eyas.checkpoints.tools import formats, write
 from eyas.errors import CheckpointError, InputError, near
 from eyas.files import write_errors
-from eyas_train.formats import exporting
+from eyas_train import formats as own_formats
 
-__all__ = ["export", "export_formats", "suffix", "usage"]
+
+def exporting() -> list[Any]:
+    """Return the modules that export heads: first the ones of `formats`, then the ones of other distributions."""
+    modules = (module.name for module in pkgutil.iter_modules(own_formats.__path__))
+    own = [importlib.import_module(f"{own_formats.__name__}.{name}") for name in modules]
+    return [form for form in dict.fromkeys([*own, *formats()]) if hasattr(form, "EXPORTS")]
 
 
 def export_formats() -> dict[str, tuple[str, ...]]:

@@ -25,13 +25,9 @@ from eyas.core.target import Target
 from eyas.drafters import Batch, DraftMethod
 from eyas.errors import FitError, InputError, ModelError, OptionError
 from eyas.nn import Documents
-from eyas_train._scales import stored
+from eyas_train._tensors import DTYPES, stored
 from eyas_train.data import Batches
-from eyas_train.store import DTYPES, FeatureStore, StoredExamples
-
-__all__ = ["batch_of", "encode", "fetch_ahead", "layers_for_training", "write_features"]
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+from eyas_train.store import FeatureStore, StoredExamples
 
 
 def batch_of(batches: Batches, indices: Sequence[int], drafter: DraftMethod) -> Batch:
@@ -87,7 +83,7 @@ def write_features(
     target: Target,
     shards: Sequence[int],
     batch_tokens: int,
-    on_batch: Callable[[int], None] | None = None,
+    on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> None:
     """Make these shards. Each is written when it is whole, so an interrupt leaves whole shards.
 
@@ -105,21 +101,18 @@ def write_features(
         try:
             store.write_shard(shard, features)
         except OSError as error:
-            raise InputError(_write_failure(store, error)) from error
-
-
-def _write_failure(store: FeatureStore, error: OSError) -> str:
-    progress = f"{store.progress()} are whole and can be trained from"
-    if error.errno not in DISK_FULL:
-        return f"cannot write into {store.folder}: {error.strerror or error}; {progress}"
-    gib = sum(store.manifest.shards[i].bytes for i in store.missing()) / 2**30
-    return (
-        f"no space left for {store.folder}: {progress}; free {gib:,.1f} GiB and run the same command again, it goes on"
-    )
+            progress = f"{store.progress()} are whole and can be trained from"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                reason = error.strerror or error
+                raise InputError(f"cannot write into {store.folder}: {reason}; {progress}") from error
+            gib = sum(store.manifest.shards[i].bytes for i in store.missing()) / 2**30
+            raise InputError(
+                f"no space left for {store.folder}: {progress}; free {gib:,.1f} GiB and run the same command again, it goes on"
+            ) from error
 
 
 def _shard_features(
-    store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None] | None
+    store: FeatureStore, target: Target, shard: int, batch_tokens: int, on_batch: Callable[[int], None]
 ) -> dict[int, list[Tensor]]:
     """Return by layer its tensors as they are on disk. The target reads examples of about one length together."""
     settings, numbers = store.settings, store.in_shard(shard)
@@ -144,8 +137,7 @@ def _shard_features(
             for whole, value in zip(features[k], rounded, strict=True):
                 for i, rows in zip(batch, torch.split(value.cpu(), list(documents.lengths)), strict=True):
                     whole[begins[i] : begins[i] + len(rows)] = rows
-        if on_batch is not None:
-            on_batch(len(tokens_N))
+        on_batch(len(tokens_N))
     return features
 
 
@@ -155,9 +147,8 @@ def _refuse_infinite(features_NF: Tensor, tokens_N: Tensor, documents: Documents
             f"features of this target reach {float(features_NF.abs().max()):.3g}, too large for {dtype}: store bfloat16"
         )
     bad_row = int((~features_NF.isfinite()).any(-1).nonzero()[0])
-    begins = [0, *accumulate(documents.lengths)]
-    document = max(r for r, begin in enumerate(begins[:-1]) if begin <= bad_row)
-    where = target.first_bad_layer(tokens_N[begins[document] : begins[document + 1]].tolist())
+    span = slice(int(documents.begin_N()[bad_row]), int(documents.end_N()[bad_row]))
+    where = target.first_bad_layer(tokens_N[span].tolist())
     raise ModelError(
         f"the target's features are NaN or infinite ({where}): its weights or dtype ({target.dtype}) are broken"
     )

@@ -9,6 +9,7 @@ Letters: R texts, T tokens of the longest, M tokens of all, D hidden, F features
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,6 @@ from eyas.core.target import Target
 from eyas.kernels import Pass
 from eyas.runners.cpu import CpuRunner, make_cpu_runner
 from eyas.runners.tools import UnsuitedError
-
-__all__ = ["feature_reader"]
 
 ROUNDED = kernels.WeightFormat("int8", "int16")
 
@@ -34,11 +33,7 @@ def feature_reader(target: Target) -> Callable[[Tensor, Sequence[int], Sequence[
     except UnsuitedError:
         return None
 
-    @torch.no_grad()
-    def read(tokens_M: Tensor, lengths: Sequence[int], feature_layers: Sequence[int]) -> Tensor:
-        return _features(runner, tokens_M, lengths, feature_layers)
-
-    return read
+    return torch.no_grad()(partial(_features, runner))
 
 
 def _features(runner: CpuRunner, tokens_M: Tensor, lengths: Sequence[int], feature_layers: Sequence[int]) -> Tensor:

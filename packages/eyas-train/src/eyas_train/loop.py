@@ -16,10 +16,6 @@ Files in the output folder:
     log.jsonl                        losses, step by step
     config.json, model.safetensors   the best head so far, in its published format
     training.json, README.md         how it was made
-
-    setup.py       what stays the same during a run       step.py        one update of the weights
-    state.py       what a run changes                     evaluation.py  held-out figures
-    output.py      the files                              reporter.py    log, trackers, progress
 """
 
 from __future__ import annotations
@@ -39,17 +35,13 @@ from eyas_train._process import InterruptHandler, flushed_denormals, frozen, kep
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example, FeatureReader
 from eyas_train.dist import LossFunction, join, world_size
-from eyas_train.evaluation import MoreFigures, evaluate_heldout
 from eyas_train.optim import HeadOptimizer
 from eyas_train.output import TrainOutput, kept_state
-from eyas_train.progress import OnProgress
-from eyas_train.reporter import Reporter
+from eyas_train.reporter import OnProgress, Reporter
 from eyas_train.setup import TrainSetup, set_up
 from eyas_train.start import begins_fitted
 from eyas_train.state import BestHead, TrainState, saved_states
-from eyas_train.step import train_step
-
-__all__ = ["TrainConfig", "TrainResult", "train"]
+from eyas_train.step import MoreFigures, evaluate_heldout, train_step
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,7 @@ class Trainer:
         group = self.setup.group
         interrupt = InterruptHandler(self._note_interrupt, ignore_second=group.size > 1)
         stopped = False
-        with interrupt:
+        with interrupt.installed():
             try:
                 while True:
                     self.save_if_due()  # before the evaluation: if that fails, the step is kept

@@ -8,7 +8,22 @@ Two terms, both summed over the positions that count (EAGLE, section 3.2):
 `soft_cross_entropy` takes logits; `soft_cross_entropy_of` takes features and a frozen LM head.
 `draft_losses` compares several predictions with one target distribution, as the steps of the training-time test
 need it (EAGLE-3, MTP modules). They pass through an LM head that is itself trained and may have a draft
-vocabulary, or through a frozen one. It takes any of the objectives of `eyas_train.objectives`. Through a head
+vocabulary, or through a frozen one. It takes any of these objectives of q against p:
+
+    distribution    the cross-entropy of q under p (EAGLE-3, section 3.2)
+    acceptance      -log of the overlap
+    hybrid          lambda KL(p, q) + (1 - lambda) (1 - overlap), with lambda = exp(-3 overlap)
+
+The overlap is sum min(p, q), the probability that speculative sampling accepts a token drawn from
+q. The last two are LK losses (Samarin et al. 2026, arXiv 2602.23881): they train the overlap itself, which the
+distribution's cross-entropy only bounds. The total variation distance, 1 - overlap, has hardly a gradient while
+p and q differ. So `acceptance` divides that gradient by the overlap, and `hybrid` begins near KL and ends near
+1 - overlap. In the weight lambda the overlap is a constant.
+
+A draft vocabulary has v of the target's V tokens. For cross-entropy and KL the distribution p is restricted to
+it and renormalized. For the overlap it is not renormalized, because tokens outside are never accepted.
+
+ Through a head
 the logits of a whole batch never exist. The gradient of each chunk of positions is computed together with its
 value, and only the gradient is kept, [.., D] instead of [.., V]. Values and gradients equal the plain
 formula's.
@@ -23,7 +38,7 @@ distribution, q the draft's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +47,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyas_train.objectives import OBJECTIVES, Objective
-
-__all__ = ["DraftLosses", "FrozenHead", "draft_losses", "smooth_l1", "soft_cross_entropy", "soft_cross_entropy_of"]
+Objective = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(p over the draft vocabulary [n, v], p's share inside it [n], log q [n, v]) -> loss [n], overlap
+[n], and the gradient of each loss with respect to the logits of q [n, v].
+"""
 
 CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time: 64 MiB in float32
 CACHED_ELEMENTS = 1 << 18  # logits that a CPU treats at a time: 1 MiB in float32
@@ -140,7 +156,7 @@ def draft_losses(
         target_logits: a slice of the positions -> the target's logits [C, V]; frozen.
         draft_ids_v: int64, the target's ids of the draft vocabulary; None if the two vocabularies are the same.
         chunk_elements: draft logits in memory at a time.
-        objective: a name of `eyas_train.objectives.OBJECTIVES`.
+        objective: a name of OBJECTIVES.
     """
     draft_vocab_size = head.vocab_size if isinstance(head, FrozenHead) else len(head)
     elements_per_position = max(1, -(-hidden_KD.shape[0] // max(1, positions))) * draft_vocab_size
@@ -329,3 +345,48 @@ def _chunks(rows: int, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _at_least_float32(values: Tensor) -> Tensor:
     """Return half precision as float32; float32 and float64 unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+# --- objectives
+
+
+def distribution(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cross-entropy of q under p."""
+    loss_n = (p_nv * log_q_nv).sum(-1).neg_()
+    q_nv = log_q_nv.exp()
+    return loss_n, _overlap(p_nv, share_n, q_nv), q_nv.sub_(p_nv)
+
+
+def acceptance(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Minus log of the overlap."""
+    q_nv = log_q_nv.exp()
+    overlap_n = _overlap(p_nv, share_n, q_nv).clamp_(min=torch.finfo(q_nv.dtype).tiny)
+    slope_nv = _overlap_gradient(p_nv, share_n, q_nv)
+    return overlap_n.log().neg_(), overlap_n, slope_nv.div_(-overlap_n[:, None])
+
+
+def hybrid(p_nv: Tensor, share_n: Tensor, log_q_nv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the Kullback-Leibler divergence and 1 - overlap, weighted by the overlap."""
+    q_nv = log_q_nv.exp()
+    overlap_n = _overlap(p_nv, share_n, q_nv)
+    weight_n = (-3.0 * overlap_n).exp()
+    divergence_n = torch.special.xlogy(p_nv, p_nv).sub_(p_nv * log_q_nv).sum(-1)
+    loss_n = weight_n * divergence_n + (1 - weight_n) * (1 - overlap_n)
+    slope_nv = _overlap_gradient(p_nv, share_n, q_nv)
+    return loss_n, overlap_n, q_nv.sub_(p_nv).mul_(weight_n[:, None]).sub_(slope_nv.mul_((1 - weight_n)[:, None]))
+
+
+def _overlap(p_nv: Tensor, share_n: Tensor, q_nv: Tensor) -> Tensor:
+    """Sum of min(p, q) [n]."""
+    return torch.minimum(p_nv * share_n[:, None], q_nv).sum(-1)
+
+
+def _overlap_gradient(p_nv: Tensor, share_n: Tensor, q_nv: Tensor) -> Tensor:
+    """Return the gradient of the overlap with respect to the logits of q [n, v]: only tokens with q below p
+    can raise it.
+    """
+    rising_nv = q_nv * (q_nv < p_nv * share_n[:, None])
+    return rising_nv.sub_(q_nv * rising_nv.sum(-1, keepdim=True))
+
+
+OBJECTIVES: Mapping[str, Objective] = {"distribution": distribution, "acceptance": acceptance, "hybrid": hybrid}

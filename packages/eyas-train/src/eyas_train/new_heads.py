@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from eyas.blocks import BlockMethod
 from eyas.core.target import Target
 from eyas.drafters import DraftMethod, eagle3, mtp, peagle
+from eyas.drafters.eagle3 import MAX_DRAFT_VOCABULARY
 from eyas.drafters.tools import mask_token
 from eyas.errors import CheckpointError
-from eyas_train.fitting import final_scale, norm_scale
-from eyas_train.vocab import choose_draft_vocabulary
-
-__all__ = ["new_head"]
+from eyas_train._chat import FIRST_COUNTABLE
+from eyas_train.data import Example, example_tensors
+from eyas_train.start import final_scale, norm_scale
 
 log = logging.getLogger("eyas.train")  # the command line shows its messages
 
@@ -111,3 +112,26 @@ def _block(kind: type[BlockMethod], target: Target, options: Any, seed: int, cou
             if prefers is not None:
                 prefers.after.weight.zero_()
     return method
+
+
+def count_tokens(examples: Sequence[Example], vocab_size: int) -> Tensor:
+    """Return int64 [V]: how often the prediction of each token is trained in one epoch."""
+    counts_V = torch.zeros(vocab_size, dtype=torch.long)
+    for i in range(len(examples)):
+        ids_T, counted_T = example_tensors(examples, i)
+        tokens = ids_T[FIRST_COUNTABLE:][counted_T[FIRST_COUNTABLE:]]
+        counts_V.index_add_(0, tokens, torch.ones_like(tokens))
+    return counts_V
+
+
+def choose_draft_vocabulary(counts_V: Tensor, size: int | None) -> Tensor | None:
+    """Return the most frequent tokens, int64 [v], ascending; None for the whole vocabulary. With `size` tokens, or as many
+    as occur."""
+    distinct = int((counts_V > 0).sum())
+    if size is not None and size > distinct:
+        told_size = "head.draft_vocab %d: the training data has %d different tokens that count, so it is %d"
+        log.info(told_size, size, distinct, distinct)
+    size = min(size or MAX_DRAFT_VOCABULARY, max(distinct, 1))
+    if size >= len(counts_V):
+        return None
+    return counts_V.argsort(descending=True, stable=True)[:size].sort().values

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from eyas_train.config import TrainConfig
 
-__all__ = ["HeadOptimizer"]
-
 USUAL_SIZE = 0.03  # root mean square of a matrix's numbers from which on it takes the whole learning rate
 LEAST_SHARE = 0.03  # of the learning rate, for a matrix of zeros
 VOCABULARY_TABLES = frozenset({"head", "lm_head", "embed", "embed_tokens"})  # names of modules

@@ -4,7 +4,10 @@ training.json and README.md.
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,23 +20,15 @@ from eyas import checkpoints
 from eyas.checkpoints import Weights
 from eyas.core.options import option_values
 from eyas.errors import InputError
-from eyas_train.batch_loss import check_finite
-from eyas_train.log import read_log
+from eyas.files import write_text
+from eyas.hardware import versions
+from eyas_train import state as states
+from eyas_train.card import model_card
 from eyas_train.optim import HeadOptimizer
-from eyas_train.record import write_record
+from eyas_train.reporter import read_log
 from eyas_train.setup import TrainSetup
-from eyas_train.state import (
-    BestHead,
-    TrainState,
-    load_tensors,
-    load_values,
-    save_state,
-    saved_states,
-    step_of,
-    whole_tensors,
-)
-
-__all__ = ["TrainOutput", "kept_state"]
+from eyas_train.state import BestHead, TrainState, saved_states, step_of
+from eyas_train.step import check_finite
 
 
 def kept_state(folder: Path) -> str:
@@ -63,16 +58,14 @@ class TrainOutput:
             InputError: the file is damaged.
             OptionError: it is of a run with other settings.
         """
-        found, former = self.setup.group.broadcast((saved_states(self.folder), self.folder / "state.pt"))
-        if resume and not found and former.exists():
-            raise InputError(f"{former} is the state of an older eyas; delete it to start the training again")
+        found = self.setup.group.broadcast(saved_states(self.folder))
         if not (resume and found):
             if self.setup.group.is_first:
                 for path in found:
                     shutil.rmtree(path)
             return None
         self.state_file = found[-1]
-        saved = load_values(self.state_file, self.setup.group)
+        saved = states.load_values(self.state_file, self.setup.group)
         self.setup.check_same_run(saved, self.state_file)
         self.saved_step, self.saved_evaluation = saved["step"], saved["evaluated_step"]
         return saved
@@ -91,7 +84,7 @@ class TrainOutput:
             total = value.detach().sum()
             check_finite(total.full_tensor() if hasattr(total, "full_tensor") else total, state.step)
         values = {**state.to_dict(), "config": asdict(setup.config), **setup.identity}
-        save_state(self.folder, values, self._tensors(optimizer.tensors(), state.best), setup.group)
+        states.save_state(self.folder, values, self._tensors(optimizer.tensors(), state.best), setup.group)
         self.saved_step, self.saved_evaluation = state.step, state.evaluated_step
         if state.best is None:
             self.publish(state, state.step)
@@ -102,7 +95,7 @@ class TrainOutput:
 
     def restore(self, state: TrainState, optimizer: HeadOptimizer) -> None:
         """Read the weights of a saved state, its best ones and the optimizer's state."""
-        whole = {tuple(key.split(".", 1)): value for key, value in whole_tensors(self.state_file).items()}
+        whole = {tuple(key.split(".", 1)): value for key, value in states.whole_tensors(self.state_file).items()}
         try:
             tensors = optimizer.like({name: value for (part, name), value in whole.items() if part == "optimizer"})
         except (LookupError, ValueError) as error:
@@ -112,7 +105,7 @@ class TrainOutput:
         if state.best and self.setup.group.is_first:
             net = {name: value for (part, name), value in whole.items() if part == "best"}
             state.best = replace(state.best, net=net)
-        load_tensors(self.state_file, self._tensors(tensors, state.best), self.setup.group)
+        states.load_tensors(self.state_file, self._tensors(tensors, state.best), self.setup.group)
         optimizer.load(tensors)
 
     def publish(self, state: TrainState, head_step: int) -> None:
@@ -125,7 +118,9 @@ class TrainOutput:
         if weights is None:
             return
         checkpoints.save(replace(weights, tensors=_in_dtype(weights.tensors, setup.head_dtype)), self.folder)
-        write_record(self.folder, self._record(state, weights, head_step))
+        record = self._record(state, weights, head_step)
+        write_text(self.folder / "training.json", json.dumps(record, indent=2) + "\n")
+        write_text(self.folder / "README.md", model_card(weights, record, "THIS_FOLDER", record["target"]["name"]))
 
     def _record(self, state: TrainState, weights: Weights, head_step: int) -> dict[str, Any]:
         setup, drafter, target = self.setup, self.setup.drafter, self.setup.drafter.target
@@ -156,6 +151,8 @@ class TrainOutput:
             "heldout": dict(state.best.figures) if state.best else None,
             "losses": [{"step": line["step"], **line["heldout"]} for line in lines if "heldout" in line],
             "last_training_loss": training_losses[-1] if training_losses else None,
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "versions": versions(),
         }
 
 

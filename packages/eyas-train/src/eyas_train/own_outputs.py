@@ -25,8 +25,6 @@ from eyas.nn import DecoderLayer, Documents, KeysValues
 from eyas_train.losses import DraftLosses
 from eyas_train.packed import QueryRows, attend_packed
 
-__all__ = ["PackedPasses", "Predictions", "in_parallel", "module_steps", "training_time_test"]
-
 
 @dataclass(frozen=True)
 class Predictions:

@@ -26,21 +26,10 @@ from eyas.errors import InputError
 from eyas.text import render, reply_message, template_keywords
 from eyas.text.sources import as_file
 from eyas_lab.chat_files import chat_lines, is_chat_file, messages_of, parse_chat_line
-from eyas_train._replies import has_weight
+from eyas_train._chat import has_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "Conversation",
-    "DataLine",
-    "GenerationSettings",
-    "Regenerated",
-    "Skipped",
-    "parse_conversation",
-    "read_lines",
-    "regenerate",
-]
 
 
 @dataclass(frozen=True)
@@ -79,25 +68,16 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Regenerated:
-    """A conversation with the target's own replies."""
+    """A conversation with the target's own replies, or without any that can be kept."""
 
     conversation: Conversation
     messages: list[dict[str, Any]]
-    finish: tuple[str, ...]  # how each reply ended: "stop" | "length" (cut)
-    tokens: tuple[int, ...]  # number of tokens of each reply
+    finish: tuple[str, ...]  # how each reply ended: "stop" | "length" (cut); empty where there is none
+    tokens: tuple[int, ...]  # number of tokens of each reply, and of one that was cut and left out
     ended: str  # why the conversation ends before its last turn; mostly empty
+    dropped: bool  # its last reply was generated, cut, and left out
     emitted: int  # tokens of draft cycles, without the prefill's token
     cycles: int
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A conversation without a reply that can be kept."""
-
-    conversation: Conversation
-    reason: str
-    dropped: bool  # its first reply was generated, cut, and left out
-    tokens: int = 0  # number of tokens of that reply
 
 
 # --- lines
@@ -122,11 +102,8 @@ def parse_conversation(line: DataLine, settings: GenerationSettings) -> Conversa
     ends with a question gets a reply to it.
     """
     record = parse_chat_line(line.raw)
-    if (
-        isinstance(record, Mapping)
-        and isinstance(record.get("prompt"), str)
-        and not {"messages", "conversations"} & record.keys()
-    ):
+    has_prompt = isinstance(record, Mapping) and isinstance(record.get("prompt"), str)
+    if has_prompt and not {"messages", "conversations"} & record.keys():
         record = {**record, "messages": [{"role": "user", "content": record["prompt"]}]}
     messages = messages_of(record)
     first_question = next((k for k, message in enumerate(messages) if message["role"] == "user"), len(messages))
@@ -155,7 +132,7 @@ def regenerate(
     settings: GenerationSettings,
     rows: int,
     on_step: Callable[[int], None] | None = None,
-) -> Iterator[Regenerated | Skipped]:
+) -> Iterator[Regenerated]:
     """Generate the replies of conversations, `rows` of them at a time; yields them in the order in
     which they end.
 
@@ -163,14 +140,10 @@ def regenerate(
         eos: tokens that end a reply.
         on_step: called with the number of tokens of each cycle.
     """
-    scheduler = _Scheduler(drafter, tokenizer, eos, settings, rows)
-    waiting = iter(conversations)
-    has_more = True
+    scheduler, waiting = _Scheduler(drafter, tokenizer, eos, settings, rows), iter(conversations)
     while True:
-        while has_more and len(scheduler.active) < rows:
-            conversation = next(waiting, None)
-            has_more = conversation is not None
-            if conversation is not None and (skipped := scheduler.start(conversation)) is not None:
+        while len(scheduler.active) < rows and (conversation := next(waiting, None)) is not None:
+            if (skipped := scheduler.add_request(_ActiveConversation(conversation))) is not None:
                 yield skipped
         if not scheduler.active:
             return
@@ -193,22 +166,14 @@ class _ActiveConversation:
         self.tokens: list[int] = []
         self.totals = StepTotals()
 
-    def result(self, ended: str = "", dropped: bool = False) -> Regenerated | Skipped:
+    def result(self, ended: str = "", dropped: bool = False) -> Regenerated:
         """Return the conversation up to its last reply. `ended`: why it ends early."""
-        if not self.finish:
-            return Skipped(self.conversation, ended, dropped, len(self.reply))
-        messages = self.messages
-        while messages[-1]["role"] != "assistant":  # questions without a reply
+        messages, totals = self.messages, self.totals
+        while self.finish and messages[-1]["role"] != "assistant":  # questions without a reply
             messages = messages[:-1]
-        return Regenerated(
-            self.conversation,
-            messages,
-            tuple(self.finish),
-            tuple(self.tokens),
-            ended,
-            self.totals.emitted,
-            self.totals.cycles,
-        )
+        tokens = (*self.tokens, len(self.reply)) if dropped else tuple(self.tokens)
+        finish = tuple(self.finish)
+        return Regenerated(self.conversation, messages, finish, tokens, ended, dropped, totals.emitted, totals.cycles)
 
 
 class _Scheduler:
@@ -222,18 +187,12 @@ class _Scheduler:
         settings: GenerationSettings,
         rows: int,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.eos = eos
-        self.settings = settings
+        self.tokenizer, self.eos, self.settings = tokenizer, eos, settings
         self.context = drafter.target.context
         self.decoder = Decoder(drafter.target, drafter, rows, reuse=True)
         self.active: dict[int, _ActiveConversation] = {}  # by the Decoder's request number
 
-    def start(self, conversation: Conversation) -> Regenerated | Skipped | None:
-        """Begin a conversation; returns it when it cannot be begun."""
-        return self._add_request(_ActiveConversation(conversation))
-
-    def add_step(self, step: Step) -> Regenerated | Skipped | None:
+    def add_step(self, step: Step) -> Regenerated | None:
         """Add the tokens of a cycle; returns the conversation if it ends with them."""
         active = self.active[step.request_id]
         active.reply += step.tokens
@@ -251,9 +210,9 @@ class _Scheduler:
         if not active.turns:
             return active.result()
         active.messages += active.conversation.messages[turn + 1 : active.turns[0]]
-        return self._add_request(active)
+        return self.add_request(active)
 
-    def _add_request(self, active: _ActiveConversation) -> Regenerated | Skipped | None:
+    def add_request(self, active: _ActiveConversation) -> Regenerated | None:
         """Ask for the next reply; returns the conversation when that is impossible."""
         try:
             prompt = tuple(render(self.tokenizer, active.messages, **active.conversation.template))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load
@@ -30,36 +30,10 @@ from eyas.text.sources import RemoteFile, as_file, package_errors, read_errors
 from eyas_train._tensors import Header, parse_header
 from eyas_train.store import FeatureStore
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-__all__ = ["RemoteStore", "open_store"]
-
 MAX_HEADER_BYTES = 1 << 16  # read of a shard's beginning; its header has about a hundred bytes for each layer
 
 Key = tuple[int, int]  # number of an example, layer
-
-
-def file_system(folder: RemoteFile) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system of a URL, and the folder's path in it.
-
-    Raises:
-        OptionError: the package that reads such a URL is missing.
-        InputError: fsspec does not know this kind of URL.
-    """
-    from fsspec.core import url_to_fs
-
-    with read_errors(folder), package_errors(folder):
-        files, path = url_to_fs(folder.url)
-    return files, path
-
-
-class Part(NamedTuple):
-    """Bytes of a shard."""
-
-    shard: int
-    begin: int
-    end: int
+Part = tuple[int, int, int]  # bytes of a shard: its number, their begin and end
 
 
 def open_store(place: str, max_bytes: int) -> FeatureStore:
@@ -83,12 +57,14 @@ class RemoteStore(FeatureStore):
 
     def __init__(self, source: RemoteFile, max_bytes: int) -> None:
         """Raise InputError if the manifest or the examples are missing or damaged, or shards are not made yet."""
+        from fsspec.core import url_to_fs
+
         super().__init__(cast(Path, source))  # it only names files in it
-        self.source = source
         if any(shard.sha256 is None for shard in self.manifest.shards):
             raise InputError(f"{source} was copied before `eyas features` had ended: let it end, and copy all files")
-        self.files, self.root = file_system(source)
-        self.max_bytes = max_bytes
+        self.source, self.max_bytes = source, max_bytes
+        with read_errors(source), package_errors(source):
+            self.files, self.root = url_to_fs(source.url)
         self.kept: dict[Key, int] = {}  # bytes of what is here; read longest ago first
         self._headers: dict[int, Header] = {}
         self._place = Path(mkdtemp(prefix="eyas-features-"))
@@ -109,13 +85,10 @@ class RemoteStore(FeatureStore):
         if all(key in self.kept for key in keys):
             return
         self._collect()
-        missing = []
         for key in keys:
             if key in self.kept:
                 self.kept[key] = self.kept.pop(key)  # now the last to go
-            else:
-                missing.append(key)
-        if missing:
+        if missing := [key for key in keys if key not in self.kept]:
             self._ahead = self._thread.submit(self._fetch, missing)
 
     def _rows(self, number: int, layer: int) -> list[Tensor]:
@@ -129,16 +102,14 @@ class RemoteStore(FeatureStore):
         for tensor in self.settings.tensors(layer):
             count = self.lengths[number] * tensor.width
             rows.append(torch.frombuffer(content, dtype=tensor.dtype, count=count, offset=begin).view(-1, tensor.width))
-            begin += count * tensor.dtype.itemsize
+            begin += rows[-1].nbytes
         return rows
-
-    # --- what is here
 
     def _path_of(self, key: Key) -> Path:
         return self._place / f"{key[0]}.{key[1]}"
 
     def _collect(self) -> None:
-        """Wait for the file that is being fetched, and keep it."""
+        """Wait for the rows that are being fetched, and keep them."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             self._keep(ahead.result())
@@ -148,44 +119,38 @@ class RemoteStore(FeatureStore):
             with write_errors(self._path_of(key)):
                 self._path_of(key).write_bytes(content)
             self.kept[key] = len(content)
-            self._is_checked[self._flag(*key)] = 0
+            self._checked.discard(key)
         size = sum(self.kept.values())
         while size > self.max_bytes and len(self.kept) > 1:
             oldest = next(iter(self.kept))
             size -= self.kept.pop(oldest)
             self._path_of(oldest).unlink()
 
-    # --- what is elsewhere
-
     def _fetch(self, keys: Sequence[Key]) -> dict[Key, bytes]:
         """Return these rows of examples. Raise InputError if they cannot be read."""
-        self._fetch_headers(sorted({self._shard_of[number] for number, _ in keys} - self._headers.keys()))
-        contents = self._read([part for key in keys for part in self._parts(key)])
-        count = len(self.settings.tensors(self.settings.layers[0]))
-        whole = [b"".join(parts) for parts in zip(*[iter(contents)] * count, strict=True)]
-        return dict(zip(keys, whole, strict=True))
+        self._fetch_headers(sorted({self._place_of[number][0] for number, _ in keys} - self._headers.keys()))
+        contents = iter(self._read([part for key in keys for part in self._parts(key)]))
+        return {key: b"".join(next(contents) for _ in self.settings.tensors(key[1])) for key in keys}
 
     def _fetch_headers(self, shards: Sequence[int]) -> None:
-        columns = len(self.settings.layers)
-        sizes = [MAX_HEADER_BYTES + 8 * columns * self.manifest.shards[shard].examples for shard in shards]
-        parts = [Part(shard, 0, size) for shard, size in zip(shards, sizes, strict=True)]
+        columns, planned = len(self.settings.layers), self.manifest.shards
+        parts = [(shard, 0, MAX_HEADER_BYTES + 8 * columns * planned[shard].examples) for shard in shards]
         for shard, content in zip(shards, self._read(parts, may_end=True), strict=True):
             header = parse_header(io.BytesIO(content), self.path(shard))
             if fault := self._header_fault(shard, header, header.end):
                 raise InputError(f"{fault}; {self.repair}")
             begin, end = header.tensors["crc32"]
-            self._checksums[shard] = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.int64).view(
-                -1, columns
-            )
+            checksums = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.int64)
+            self._checksums[shard] = checksums.view(-1, columns)
             self._headers[shard] = header
 
     def _parts(self, key: Key) -> Iterator[Part]:
         """Yield where an example's rows are, one part for each tensor of the layer."""
         number, layer = key
-        shard, row = self._shard_of[number], self._row_of[number]
+        shard, row, _ = self._place_of[number]
         for tensor in self.settings.tensors(layer):
             begin = self._headers[shard].tensors[tensor.name][0] + row * tensor.token_bytes
-            yield Part(shard, begin, begin + self.lengths[number] * tensor.token_bytes)
+            yield shard, begin, begin + self.lengths[number] * tensor.token_bytes
 
     def _read(self, parts: Sequence[Part], may_end: bool = False) -> list[bytes]:
         """Return parts of shards, read at the same time where the file system can do that.
@@ -193,12 +158,12 @@ class RemoteStore(FeatureStore):
         Args:
             may_end: whether a shard may end before the end of a part.
         """
-        names = [f"{self.root.rstrip('/')}/{self.manifest.shards[part.shard].file}" for part in parts]
-        begins, ends = [part.begin for part in parts], [part.end for part in parts]
+        names = [f"{self.root.rstrip('/')}/{self.manifest.shards[shard].file}" for shard, _, _ in parts]
+        begins, ends = [begin for _, begin, _ in parts], [end for _, _, end in parts]
         with read_errors(self.source):
             contents = self.files.cat_ranges(names, begins, ends, on_error="return")
-        for part, content in zip(parts, contents, strict=True):
-            path, size = self.path(part.shard), part.end - part.begin
+        for (shard, begin, end), content in zip(parts, contents, strict=True):
+            path, size = self.path(shard), end - begin
             with read_errors(path):
                 if isinstance(content, BaseException):
                     raise content

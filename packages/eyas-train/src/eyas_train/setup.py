@@ -4,6 +4,8 @@ that follow from them.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,10 @@ from torch import nn
 from eyas.drafters import DraftMethod
 from eyas.errors import InputError, OptionError
 from eyas.targets.fingerprints import fingerprint
-from eyas_train._identity import examples_hash, untrained_hash
 from eyas_train._process import has_bf16
 from eyas_train.config import TrainConfig
 from eyas_train.data import Batches, Example, FeatureReader
 from eyas_train.dist import SingleProcess
-
-__all__ = ["HALF_DTYPES", "TrainSetup", "set_up"]
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 IDENTITY_NAMES = {
@@ -113,3 +112,29 @@ def set_up(
             "untrained_tensors": untrained_hash(drafter),
         },
     )
+
+
+def examples_hash(examples: Sequence[Example], heldout: Sequence[Example]) -> str:
+    """Return SHA-256 of the tokens of both sets and of which of them count, in order: a place in the data
+    is only valid for the same data.
+    """
+    digest = hashlib.sha256()
+    for part in (examples, heldout):
+        for example in part:
+            digest.update(array("i", example.ids).tobytes())
+            digest.update(bytes(example.counted) + b"|")
+        digest.update(b"||")
+    return digest.hexdigest()
+
+
+def untrained_hash(drafter: DraftMethod) -> str:
+    """Return SHA-256 of the tensors of the head's checkpoint that are not trained, such as its draft
+    vocabulary and its own embeddings.
+    """
+    assert drafter.net is not None
+    trained, digest = set(drafter.net.state_dict()), hashlib.sha256()
+    for name, value in sorted(drafter.weights().tensors.items()):
+        if name not in trained:
+            content = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            digest.update(f"{name}{tuple(value.shape)}".encode() + content)
+    return digest.hexdigest()

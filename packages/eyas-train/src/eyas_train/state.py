@@ -31,31 +31,8 @@ from eyas.files import parse_json, sha256_of_file, sync_folder, write_errors, wr
 from eyas_train.dist import SingleProcess
 from eyas_train.setup import TrainSetup
 
-__all__ = [
-    "BestHead",
-    "TrainState",
-    "load_tensors",
-    "load_values",
-    "save_state",
-    "saved_states",
-    "step_of",
-    "whole_tensors",
-]
-
 STATE, STATE_NAME = "state-", re.compile(r"state-(\d+)-(\d+)")
 VALUES_FILE = "values.json"
-KEY_TYPES: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "position": (list, tuple),
-    "tokens": int,
-    "seconds": (int, float),
-    "evaluated_step": int,
-    "evaluations_without_improvement": int,
-    "heldout": dict,
-    "log_sums": dict,
-    "best": (dict, type(None)),
-    "config": dict,
-}
 
 
 @dataclass(frozen=True)
@@ -121,46 +98,22 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that a state on disk has, but for tensors."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "seconds_before"}
         best = self.best and {"step": self.best.step, "figures": dict(self.best.figures)}
-        return {
-            "step": self.step,
-            "position": list(self.position),
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "evaluated_step": self.evaluated_step,
-            "evaluations_without_improvement": self.evaluations_without_improvement,
-            "heldout": self.heldout,
-            "best": best,
-            "log_sums": self.log_sums,
-        }
+        return {**values, "seconds": self.seconds, "best": best}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """Return the state that `to_dict` described. Raise InputError, which names the file, where values have other
-        types."""
-        best = saved["best"]
+        """Return the state that `to_dict` described. Raise InputError, which names the file, where values are missing."""
         try:
+            values = {name: saved[name] for name in cls.__dataclass_fields__ if name != "seconds_before"}
             epoch, index = saved["position"]
-            state = cls(
-                step=saved["step"],
-                position=(int(epoch), int(index)),
-                tokens=saved["tokens"],
-                seconds_before=float(saved["seconds"]),
-                evaluated_step=saved["evaluated_step"],
-                evaluations_without_improvement=saved["evaluations_without_improvement"],
-                heldout=_floats(saved["heldout"]),
-                best=None if best is None else BestHead(int(best["step"]), _floats(best["figures"]), {}),
-                log_sums=_floats(saved["log_sums"]),
+            best = saved["best"] and BestHead(saved["best"]["step"], saved["best"]["figures"])
+            return cls(
+                **{**values, "position": (epoch, index), "best": best, "seconds_before": float(saved["seconds"])}
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path} has values of the wrong types; delete it to start the training again") from error
-        if min(state.step, state.tokens, *state.position) < 0:
-            raise InputError(f"{path} has negative counts; delete it to start the training again")
-        return state
-
-
-def _floats(values: Mapping[str, float]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items()}
+            raise InputError(f"{path} is not a whole state of a training; delete it to start again") from error
 
 
 def _distributed_checkpoint() -> Any:
@@ -257,15 +210,6 @@ def load_values(path: Path, group: SingleProcess) -> dict[str, Any]:
         raise InputError(f"{path} is damaged ({type(error).__name__}); {again}") from error
     if all_damaged := sorted(name for part in group.gather(damaged) for name in part):
         raise InputError(f"{path} is damaged (checksum of {all_damaged[0]}); {again}")
-    for key, types in KEY_TYPES.items():
-        if key not in saved:
-            raise InputError(
-                f"{path} has no {key!r}, so it is not a complete state of a training; delete it to start again"
-            )
-        if not isinstance(saved[key], types) or isinstance(saved[key], bool):
-            raise InputError(
-                f"{path} has {key!r} of the wrong type {type(saved[key]).__name__}; delete it to start again"
-            )
     del saved["files"]
     return dict(saved)
 

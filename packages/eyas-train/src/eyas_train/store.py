@@ -22,6 +22,7 @@ Shapes: N tokens of a shard, R examples, T tokens of an example, D hidden size, 
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,40 +37,14 @@ from torch import Tensor
 
 from eyas.errors import InputError, one_line
 from eyas.targets.fingerprints import has_fingerprint
-from eyas_train._manifest import (
-    DTYPES,
-    EXAMPLES_FILE,
-    MANIFEST_FILE,
-    FeatureSettings,
-    Manifest,
-    Shard,
-    StorePlan,
-    format_value,
-    plan_store,
-    tokenizer_identity,
-)
-from eyas_train._scales import restored
-from eyas_train._tensors import Header, byte_view, file_digest, read_header, tensors_digest, write_tensors
+from eyas_train._manifest import EXAMPLES_FILE, MANIFEST_FILE, Manifest, format_value, tokenizer_identity
+from eyas_train._tensors import Header, byte_view, read_header, restored, tensors_digest, write_tensors
 from eyas_train.data import Data, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eyas.core.target import Target
-
-__all__ = [
-    "DTYPES",
-    "MANIFEST_FILE",
-    "REPAIR",
-    "FeatureSettings",
-    "FeatureStore",
-    "Manifest",
-    "Shard",
-    "StorePlan",
-    "StoredExamples",
-    "plan_store",
-    "tokenizer_identity",
-]
 
 MISSING = "missing"
 REPAIR = "delete it and run `eyas features` as before: that shard alone is made again"
@@ -91,40 +66,30 @@ class FeatureStore:
         self.lengths: list[int] = tensors["lengths"].tolist()
         self.order: list[int] = tensors["order"].tolist()  # examples in the order of the shards
         self.begins = [0, *accumulate(self.lengths)]
-        self._shard_of, self._row_of, self._number_of = self._places()
+        self._place_of = dict[int, tuple[int, int, int]]()  # of each example: its shard, first row and number there
+        for shard in range(len(self.manifest.shards)):
+            row = 0
+            for number, i in enumerate(self.in_shard(shard)):
+                self._place_of[i] = shard, row, number
+                row += self.lengths[i]
         self._files: dict[int, Any] = {}
         self._checksums: dict[int, Tensor] = {}
-        self._is_checked = bytearray(len(self.lengths) * len(self.settings.layers))
+        self._checked = set[tuple[int, int]]()  # examples and layers that have been compared
 
     def _read_examples(self) -> dict[str, Tensor]:
-        path = self.folder / EXAMPLES_FILE
+        path, remedy = self.folder / EXAMPLES_FILE, "take it from where the features were made"
         try:
             tensors = self._load(path)
             digest = tensors_digest({name: tensors[name] for name in ("lengths", "order", "tokens", "counted")})
         except (OSError, SafetensorError, KeyError) as error:
-            raise InputError(
-                f"{path} is missing or damaged ({type(error).__name__}): take it from where the features were made"
-            ) from error
+            raise InputError(f"{path} is missing or damaged ({type(error).__name__}): {remedy}") from error
         if digest != self.manifest.examples_sha256:
-            raise InputError(
-                f"{path} has another checksum than the manifest says: take it from where the features were made"
-            )
+            raise InputError(f"{path} has another checksum than the manifest says: {remedy}")
         return tensors
 
     def _load(self, path: Path) -> dict[str, Tensor]:
         """Return all tensors of a file."""
         return load_file(path)
-
-    def _places(self) -> tuple[list[int], list[int], list[int]]:
-        """Return for each example: its shard, its first row in it, its number in it."""
-        count = len(self.order)
-        shard_of, row_of, number_of = [0] * count, [0] * count, [0] * count
-        for shard in range(len(self.manifest.shards)):
-            row = 0
-            for number, i in enumerate(self.in_shard(shard)):
-                shard_of[i], row_of[i], number_of[i] = shard, row, number
-                row += self.lengths[i]
-        return shard_of, row_of, number_of
 
     def path(self, shard: int) -> Path:
         """Return the file of a shard."""
@@ -138,10 +103,9 @@ class FeatureStore:
         if not path.exists():
             return MISSING
         try:
-            header = read_header(path)
+            return self._header_fault(shard, read_header(path), path.stat().st_size)
         except InputError as error:
             return str(error)
-        return self._header_fault(shard, header, path.stat().st_size)
 
     def _header_fault(self, shard: int, header: Header, size: int) -> str:
         """Return the fault of a shard that has this header and size; empty when there is none."""
@@ -175,28 +139,22 @@ class FeatureStore:
         """Return [T, F]: these layers of an example, side by side. Raise InputError when layers are missing or bytes
         were changed."""
         self.check_layers(layers)
-        return torch.cat([self._checked(number, k) for k in layers], -1)
+        return torch.cat([self._layer(number, k) for k in layers], -1)
 
-    def _checked(self, number: int, layer: int) -> Tensor:
+    def _layer(self, number: int, layer: int) -> Tensor:
         """Return [T, D]: one layer of an example, whose bytes are compared with their checksum at the first time."""
         tensors = self._rows(number, layer)
-        flag = self._flag(number, layer)
-        if not self._is_checked[flag]:
-            shard, column = self._shard_of[number], self.settings.layers.index(layer)
-            if _checksum(tensors) != int(self._checksums[shard][self._number_of[number], column]):
+        if (number, layer) not in self._checked:
+            shard, _, row = self._place_of[number]
+            if _checksum(tensors) != int(self._checksums[shard][row, self.settings.layers.index(layer)]):
                 raise InputError(f"{self.path(shard)} is damaged (layer {layer} of an example); {self.repair}")
-            self._is_checked[flag] = 1
+            self._checked.add((number, layer))
         return restored(tensors)
-
-    def _flag(self, number: int, layer: int) -> int:
-        """Return where `_is_checked` says whether a layer of an example has been compared."""
-        return number * len(self.settings.layers) + self.settings.layers.index(layer)
 
     def _rows(self, number: int, layer: int) -> list[Tensor]:
         """Return an example's rows of the tensors of a layer, from the shard's file, of which nothing else is read."""
-        shard, begin = self._shard_of[number], self._row_of[number]
-        end = begin + self.lengths[number]
-        path = self.path(shard)
+        shard, begin, _ = self._place_of[number]
+        end, path = begin + self.lengths[number], self.path(shard)
         try:
             if shard not in self._files:
                 file = safe_open(path, framework="pt")
@@ -228,12 +186,12 @@ class FeatureStore:
 
     def check_layers(self, layers: Sequence[int]) -> None:
         """Raise InputError if some of these layers are not in the store."""
-        stored = self.settings.layers
-        absent = [k for k in layers if k not in stored]
+        present = self.settings.layers
+        absent = [k for k in layers if k not in present]
         if absent:
-            needed = format_value(sorted({*stored, *layers}))
+            needed = format_value(sorted({*present, *layers}))
             raise InputError(
-                f"{self.folder} holds layers {format_value(stored)}, but this head also reads {format_value(absent)}: "
+                f"{self.folder} holds layers {format_value(present)}, but this head also reads {format_value(absent)}: "
                 f"make features with `eyas features --layers {needed}`"
             )
 
@@ -242,24 +200,18 @@ class FeatureStore:
 
         Raise InputError when a shard is there but not whole, or when there is none."""
         faults = {shard: fault for shard in range(len(self.manifest.shards)) if (fault := self.fault(shard))}
-        broken = [fault for fault in faults.values() if fault != MISSING]
-        if broken:
-            raise InputError(f"{broken[0]}; {REPAIR}")
-        available = [i for i in range(len(self.lengths)) if self._shard_of[i] not in faults]
+        if broken := next((fault for fault in faults.values() if fault != MISSING), ""):
+            raise InputError(f"{broken}; {REPAIR}")
+        available = [i for i in range(len(self.lengths)) if self._place_of[i][0] not in faults]
         train = [i for i in available if i < self.manifest.train]
-        heldout = [i for i in available if i >= self.manifest.train]
         if not train:
             raise InputError(f"{self.folder} holds no shard to train from yet: run `eyas features` again, it goes on")
-        return Data(
-            StoredExamples(self, train),
-            StoredExamples(self, heldout),
-            self.manifest.report,
-            self.settings.data["sha256"],
-        )
+        parts = StoredExamples(self, train), StoredExamples(self, available[len(train) :])
+        return Data(*parts, self.manifest.report, self.settings.data["sha256"])
 
     # --- checking and writing
 
-    def verify(self, on_shard: Callable[[int], None] | None = None) -> list[str]:
+    def verify(self, on_shard: Callable[[int], None] = lambda size: None) -> list[str]:
         """Compare every checksum; returns one line for each shard that is there and damaged.
 
         Args:
@@ -267,15 +219,16 @@ class FeatureStore:
         """
         problems = []
         for shard, planned in enumerate(self.manifest.shards):
-            fault = self.fault(shard)
+            path, fault = self.path(shard), self.fault(shard)
             if not fault:
-                header = read_header(self.path(shard))
-                if file_digest(self.path(shard), header.begin) != header.metadata["sha256"]:
-                    fault = f"{self.path(shard)} is damaged: its checksum is another"
+                header = read_header(path)
+                with open(path, "rb") as stream:
+                    stream.seek(header.begin)
+                    is_same = hashlib.file_digest(stream, "sha256").hexdigest() == header.metadata["sha256"]
+                fault = "" if is_same else f"{path} is damaged: its checksum is another"
             if fault not in ("", MISSING):
                 problems.append(f"{fault}; {REPAIR}")
-            if on_shard is not None:
-                on_shard(planned.bytes)
+            on_shard(planned.bytes)
         return problems
 
     def write_shard(self, shard: int, features: Mapping[int, Sequence[Tensor]]) -> None:
@@ -284,29 +237,24 @@ class FeatureStore:
         Args:
             features: layer -> its tensors, [N, width].
         """
-        bounds = [0, *accumulate(self.lengths[i] for i in self.in_shard(shard))]
+        layers, bounds = self.settings.layers, [0, *accumulate(self.lengths[i] for i in self.in_shard(shard))]
         checksums = [
-            [_checksum([value[begin:end] for value in features[k]]) for k in self.settings.layers]
-            for begin, end in pairwise(bounds)
+            [_checksum([value[begin:end] for value in features[k]]) for k in layers] for begin, end in pairwise(bounds)
         ]
-        written = [
-            (tensor.name, value)
-            for k in self.settings.layers
-            for tensor, value in zip(self.settings.tensors(k), features[k], strict=True)
-        ]
-        written.sort(key=lambda pair: -pair[1].itemsize)  # so that all are aligned
-        write_tensors(self.path(shard), {"crc32": torch.tensor(checksums), **dict(written)}, {"store": self.id})
+        names = [tensor.name for k in layers for tensor in self.settings.tensors(k)]
+        written = zip(names, (value for k in layers for value in features[k]), strict=True)
+        aligned = dict(sorted(written, key=lambda pair: -pair[1].itemsize))  # the widest first
+        write_tensors(self.path(shard), {"crc32": torch.tensor(checksums), **aligned}, {"store": self.id})
 
     def finish(self) -> bool:
         """Copy the shards' checksums into the manifest and return True, if all shards are there."""
         if self.missing():
             return False
-        if any(shard.sha256 is None for shard in self.manifest.shards):
-            digests = [read_header(self.path(i)).metadata["sha256"] for i in range(len(self.manifest.shards))]
-            shards = tuple(
-                replace(shard, sha256=digest) for shard, digest in zip(self.manifest.shards, digests, strict=True)
-            )
-            self.manifest = replace(self.manifest, shards=shards)
+        shards = self.manifest.shards
+        if any(shard.sha256 is None for shard in shards):
+            digests = [read_header(self.path(i)).metadata["sha256"] for i in range(len(shards))]
+            whole = tuple(replace(shard, sha256=digest) for shard, digest in zip(shards, digests, strict=True))
+            self.manifest = replace(self.manifest, shards=whole)
             self.manifest.write(self.folder)
         return True
 
@@ -323,8 +271,7 @@ class StoredExamples(Sequence[Example]):
     """Some examples of a store; unlike examples in memory they have `features`."""
 
     def __init__(self, store: FeatureStore, numbers: Sequence[int]) -> None:
-        self.store = store
-        self.numbers = numbers
+        self.store, self.numbers = store, numbers
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -9,8 +9,7 @@ import pytest
 
 from eyas.errors import InputError, OptionError
 from eyas_train.accelerate.journal import FILE, Journal
-from eyas_train.accelerate.material import read_material, write_material
-from eyas_train.accelerate.questions import questions
+from eyas_train.accelerate.material import questions, read_material, write_material
 
 
 def test_a_finished_step_is_known_to_the_next_session(tmp_path: Path) -> None:

@@ -9,22 +9,11 @@ from itertools import pairwise
 import pytest
 
 from eyas.errors import InputError
-from eyas_train.accelerate.plan import (
-    BENCH_QUESTIONS,
-    MOST_PASSES,
-    Plan,
-    Speeds,
-    batch_size,
-    effective_tokens,
-    evaluation_prompts,
-    heldout_share,
-    make_plan,
-    training_tokens,
-)
+from eyas_train.accelerate.plan import MOST_PASSES, Plan, Speeds, batch_size, effective_tokens, heldout_share, make_plan
 
 SPEEDS = Speeds(
     loading_seconds=2.0, rows=8, answer_rate=150.0, answer_tokens=80.0, prompt_tokens=20.0, feature_rate=1500.0, train_rate=500.0,
-    chain_pass_seconds=0.03, plain_rate=60.0,
+    plain_rate=60.0,
 )  # fmt: skip
 
 
@@ -39,7 +28,7 @@ def test_all_steps_fit_the_time_and_use_it(minutes: float, answer_rate: float) -
     or leaves much of the time unused."""
     made = plan(minutes, answer_rate=answer_rate)
     assert 0.8 * 60 * minutes <= made.seconds <= 60 * minutes
-    assert BENCH_QUESTIONS[0] <= made.bench_questions <= BENCH_QUESTIONS[1]
+    assert 4 <= made.bench_questions <= 24
 
 
 def test_the_chosen_passes_teach_most() -> None:
@@ -48,11 +37,10 @@ def test_the_chosen_passes_teach_most() -> None:
     made = plan()
     length = SPEEDS.conversation_tokens
     once = SPEEDS.answer_tokens / SPEEDS.answer_rate + length / SPEEDS.feature_rate
-    spent = made.answers * (once + made.passes * length / SPEEDS.evaluated_train_rate)
+    spent = made.answers * (once + made.passes * length / SPEEDS.train_rate)
     for passes in (made.passes - 1, made.passes + 1):
-        answers = int(spent / (once + passes * length / SPEEDS.evaluated_train_rate))
-        other = replace(made, answers=answers, passes=passes, trained_tokens=int(answers * length * passes))
-        assert other.effective_tokens <= 1.01 * made.effective_tokens
+        answers = int(spent / (once + passes * length / SPEEDS.train_rate))
+        assert effective_tokens(answers * length, passes) <= 1.01 * effective_tokens(made.answers * length, made.passes)
 
 
 def test_no_more_answers_than_questions() -> None:
@@ -82,13 +70,6 @@ def test_too_little_time_is_refused_with_a_time_that_suffices() -> None:
     assert make_plan(120 + 60 * more, slow, 1000, 512).trained_tokens > 0
 
 
-def test_a_training_reads_its_text_at_least_once_and_not_for_ever() -> None:
-    """Bug: with no time left nothing is trained at all, or little text is read a thousand times."""
-    assert training_tokens(0.0, SPEEDS, 1000) == 1000
-    assert training_tokens(1e9, SPEEDS, 1000) == MOST_PASSES * 1000
-    assert 1000 < training_tokens(10.0, SPEEDS, 1000) < 500 * 10
-
-
 def test_small_trainings_have_small_batches() -> None:
     """Bug: few tokens in large batches give a handful of updates of the weights."""
     assert batch_size(10_000, 256) == 256
@@ -98,10 +79,8 @@ def test_small_trainings_have_small_batches() -> None:
         assert tokens / batch_size(tokens, 256) >= 150
 
 
-def test_evaluations_and_what_is_held_out() -> None:
-    """Bug: evaluations take more of a short training than the training, or nothing is held out."""
-    assert evaluation_prompts(1e6, SPEEDS) == 16
-    assert evaluation_prompts(1.0, SPEEDS) == 2
+def test_what_is_held_out() -> None:
+    """Bug: nothing is held out, or much."""
     assert heldout_share(10) == 0.2
     assert heldout_share(10**6) == 0.02
     assert 15 <= 200 * heldout_share(200) <= 17

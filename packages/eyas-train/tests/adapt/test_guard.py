@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eyas_train.adapt.guard import BLOCK, NEW, OLD, PairedTrial
+from eyas_train.adapt.learner import BLOCK, NEW, OLD, PairedTrial
 
 TRIALS = 200
 

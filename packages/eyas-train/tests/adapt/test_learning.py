@@ -17,7 +17,7 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError, OptionError
 from eyas_train.adapt import Learner, LearningLLM, Private, Settings, adapting
-from eyas_train.adapt.guard import BLOCK
+from eyas_train.adapt.learner import BLOCK
 from eyas_train.adapt.recording import MAX_TEXT, Text, Texts, batch_of
 from learning import PROMPTS, RUNNERS, requests, target_by
 from reference import plain_decode, run

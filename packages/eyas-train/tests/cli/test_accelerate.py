@@ -14,9 +14,9 @@ import pytest
 from eyas.adaptive import cost
 from eyas.cli._errors import Interrupted
 from eyas_train import loop
-from eyas_train.accelerate import prospect
-from eyas_train.accelerate.prospect import Prospect
-from eyas_train.accelerate.report import HEADING
+from eyas_train.accelerate import measure
+from eyas_train.accelerate.journal import HEADING
+from eyas_train.accelerate.plan import Plan, Prospect, Speeds
 from eyas_train.commands import accelerate, features
 
 Run = Callable[..., Any]
@@ -36,11 +36,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for seconds in place of measurements, and no costs to be measured for the bench."""
 
     def look(models: Any, material: Any, methods: Any, seconds: float) -> Prospect:
-        speeds = prospect.Speeds(0.1, 4, 400.0, 6.0, 12.0, 1e4, 1e3, 0.01, 100.0)
-        plan = prospect.Plan(18, 4, 1200, 0.3, 0.2, 2.0, 2.0, 4, 8, 64)
-        return Prospect(methods[0], "llama", 64, 6, speeds, plan, COSTS)
+        speeds, plan = Speeds(0.1, 4, 400.0, 6.0, 12.0, 1e4, 1e3, 100.0), Plan(18, 4, 1200, 0.3, 0.2, 2.0, 2.0, 4, 8)
+        return Prospect(methods[0], "llama", 64, 6, speeds, plan)
 
-    monkeypatch.setattr(prospect, "look", look)
+    monkeypatch.setattr(measure, "look", look)
     monkeypatch.setattr(cost, "measure", lambda drafter: COSTS)
 
 
@@ -81,7 +80,7 @@ def test_large_features_are_not_asked_about(tmp_path: Path, small: None, monkeyp
     monkeypatch.setattr(features, "make_features", lambda llm, job, options: jobs.append(job))
     run = accelerate.Run(None, None, tmp_path, None)  # type: ignore[arg-type]
     run.models = SimpleNamespace(for_training=lambda: None)  # type: ignore[assignment]
-    run.prospect = prospect.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
+    run.prospect = measure.look(None, None, ["mtp"], 0)  # type: ignore[arg-type]
     run.features()
     assert jobs[0].yes
 
@@ -147,7 +146,7 @@ def test_every_step_is_done_once_however_often_the_run_is_stopped(
 def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path) -> None:
     """Bug: what is measured does not fit what the steps take. Everything is real here: the trials, the
     costs, bundled questions, the training in the time that is left."""
-    dry = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--dry-run", "--json")
+    dry = run("accelerate", "llama", "--kernels", "off", "--minutes", 2, "--dry-run", "--json")
     assert dry.exit_code == 0, (dry.output, dry.exception)
     planned = json.loads(dry.stdout.strip().splitlines()[-1])
     assert planned["method"] == "mtp"
@@ -156,7 +155,7 @@ def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path)
     assert "measured after training" in dry.stderr
     assert list(tmp_path.iterdir()) == []
     head = tmp_path / "head"
-    result = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--method", "mtp", "--output", head)
+    result = run("accelerate", "llama", "--kernels", "off", "--minutes", 2, "--method", "mtp", "--output", head)
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((head / "report.json").read_text())
     assert report["method"] == "mtp"

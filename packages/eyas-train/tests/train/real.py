@@ -21,9 +21,8 @@ from eyas_train.config import TrainConfig
 from eyas_train.data import Batches
 from eyas_train.features import batch_of
 from eyas_train.loop import TrainResult, train
-from eyas_train.shared_target import share_layers
+from eyas_train.new_heads import count_tokens
 from eyas_train.state import saved_states
-from eyas_train.vocab import count_tokens
 from heads import language
 from train import toy
 
@@ -71,19 +70,6 @@ def stopped_run(name: str, folder: Path, stop: int = 0, **options: Any) -> dict[
         outcome = head_run(name, folder, interrupt, drafter, **options)
     assert drafter.net is not None
     return {"outcome": outcome, "net": {key: value.detach().clone() for key, value in drafter.net.state_dict().items()}}
-
-
-def shared_run(folder: Path) -> dict[str, Any]:
-    """A run with a target whose layers are divided among the processes; the net, and how many numbers of the layers
-    are here."""
-    target = Target(zoo.tiny("llama"), "tiny-llama")
-    drafter = head("eagle3", target)
-    whole = sum(value.numel() for layer in target.family.layers for value in layer.parameters())
-    share_layers(target, torch.device("cpu"))
-    here = sum(value.to_local().numel() for layer in target.family.layers for value in layer.parameters())
-    outcome = head_run("eagle3", folder, None, drafter, share_target=True)
-    assert drafter.net is not None
-    return {"outcome": outcome, "net": dict(drafter.net.state_dict()), "share": here / whole}
 
 
 def broken_run(folder: Path) -> str:

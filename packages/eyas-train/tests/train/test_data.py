@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import re
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from chat_data import (
 from eyas.errors import InputError, OptionError
 from eyas.text import render
 from eyas_train.data import Batches, Example, Examples, Report, data_hash, read
-from eyas_train.vocab import choose_draft_vocabulary
+from eyas_train.new_heads import choose_draft_vocabulary
 
 
 @pytest.mark.parametrize("make", [byte_level, merging, metaspace])
@@ -226,33 +225,6 @@ def test_a_bad_line_is_reported_and_reading_goes_on(tmp_path: Path, line: Any, s
     assert problem.startswith(f"{file}:2: ")
     assert "\n" not in problem
     assert re.search(said, problem), problem
-
-
-UNREADABLE = {
-    "a number of 5,000 digits": '{"messages": [], "by": ' + "9" * 5000 + "}",
-    "half a number": '{"messages": -}',
-}
-
-if sys.version_info < (3, 14):  # whose parser reads these
-    UNREADABLE["60,000 brackets"] = "[" * 60_000 + "]" * 60_000
-    UNREADABLE["60,000 brackets inside"] = '{"messages": ' + "[" * 60_000 + "]" * 60_000 + "}"
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_json_that_python_cannot_read(tmp_path: Path, name: str) -> None:
-    """A ValueError that is no JSONDecodeError, and a RecursionError, ended the whole reading: the
-    line is reported, the rest goes on."""
-    file = write(tmp_path, {"messages": TWO}, UNREADABLE[name], {"messages": TWO[:2]})
-    data = read(file, tokenizer_with(CHATML), heldout=0)
-    assert (len(data.train), data.report.bad) == (2, 1)
-    (problem,) = data.report.problems
-    assert problem.startswith(f"{file}:2: ")
-    assert problem.endswith("; repair or drop the line")
-    assert len(problem) < 300
-    array = write(tmp_path, f"[{UNREADABLE[name]}]", name="chat.json")
-    said = r"chat\.json: a JSON array with an error \(.*\); repair it, or write one conversation a line"
-    with pytest.raises(InputError, match=said):
-        read(array, tokenizer_with(CHATML))
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -82,16 +82,6 @@ def test_two_processes_are_one(tmp_path: Path, alone: Any, name: str, parallel: 
     assert json.loads((tmp_path / "training.json").read_text())["processes"] == 2
 
 
-def test_a_target_divided_among_processes(tmp_path: Path, alone: Any) -> None:
-    """Guards against features of layers that are not whole, and against processes that run such a target unequally
-    often, which would wait for ever: the same run, with half of the layers in each process."""
-    folder, expected = alone["eagle3"]
-    first, second = together(real.shared_run, tmp_path)
-    assert_same_run(tmp_path, folder)
-    assert_close(first["net"], expected["net"])
-    assert first["share"] == pytest.approx(0.5, abs=0.01) == second["share"]
-
-
 @pytest.mark.parametrize(("before", "after"), [("alone", "fsdp"), ("fsdp", "alone"), ("ddp", "fsdp")])
 def test_another_number_of_processes_goes_on(tmp_path: Path, alone: Any, before: str, after: str) -> None:
     """Stopped by Ctrl-C in the first process alone: both stop after the same step, and what is saved is whole."""
@@ -169,6 +159,4 @@ def test_one_process_needs_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(OptionError, match=f"WORLD_SIZE must be a whole number.*it is '{size}'"):
             dist.join(torch.device("cpu"), "fsdp")
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(OptionError, match="share_target divides the target among several processes"):
-        TrainConfig(share_target=True).check_processes(1)
     assert TrainConfig().check_processes(1) is None  # type: ignore[func-returns-value]

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from eyas import drafters
 from eyas.core.target import Target
 from eyas.drafters.eagle3 import NewHead
 from eyas.errors import EyasError, InputError, ModelError, OptionError
-from eyas.targets.fingerprints import fingerprint, has_fingerprint
-from eyas_train._scales import restored, stored
+from eyas.targets.fingerprints import fingerprint
+from eyas_train._manifest import FeatureSettings, plan_store
+from eyas_train._tensors import restored, stored
 from eyas_train.data import Batches, Data, Example, Examples, Report
 from eyas_train.features import batch_of, layers_for_training, write_features
 from eyas_train.loop import TrainConfig, train
 from eyas_train.remote_store import MAX_HEADER_BYTES, RemoteStore, open_store
-from eyas_train.store import REPAIR, FeatureSettings, FeatureStore, plan_store
+from eyas_train.store import REPAIR, FeatureStore
 from train import toy
 
 LAYERS = (2, 4, 5, 8)  # what eagle3 reads of eight layers; eagle1 reads the last
@@ -462,18 +462,6 @@ def test_other_targets_tokenizers_and_layers_are_refused(folder: Path, target: T
         store.check_layers((2, 3, 6))
     with pytest.raises(InputError, match="also reads 0"):
         store.features(0, (0,))
-
-
-def test_differences_are_said(target: Target) -> None:
-    then = settings(target)
-    assert then.differences(then, partial(has_fingerprint, target)) == []
-    eight = settings(target, "float8_e4m3fn")
-    assert eight.differences(then, partial(has_fingerprint, target)) == ["dtype float8_e4m3fn there, float32 now"]
-    now = settings(target, "bfloat16", (8,), 7)
-    assert then.differences(now, partial(has_fingerprint, target)) == [
-        "layers 2,4,5,8 there, 8 now", "dtype float32 there, bfloat16 now", "shard_bytes 120000 there, 7 now",
-    ]  # fmt: skip
-    assert then.differences(now, lambda _: False)[0] == "the target was 'tiny-llama', it is 'tiny-llama'"
 
 
 def test_features_that_cannot_be_stored(tmp_path: Path, target: Target) -> None:

@@ -3,7 +3,6 @@ what is left in the folder."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -16,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import eyas
 from eyas import checkpoints
-from eyas.drafters.vanilla import Method as Vanilla
 from eyas.errors import EyasError, FitError, InputError, OptionError
 from eyas.targets.fingerprints import fingerprint
 from eyas_train import loop, setup
@@ -30,8 +27,7 @@ from eyas_train import state as state_files
 from eyas_train.config import TrainConfig
 from eyas_train.data import Batches
 from eyas_train.loop import TrainResult, train
-from eyas_train.progress import Progress, bar
-from eyas_train.reporter import Reporter
+from eyas_train.reporter import Progress, Reporter
 from eyas_train.state import saved_states
 from processes import wait_until
 from train import toy
@@ -138,20 +134,6 @@ def test_nothing_held_out(tmp_path: Path) -> None:
     assert (found[0].best_step, dict(found[0].heldout)) == (4, {})
     assert all(torch.equal(value, read_state(tmp_path)["net"][name]) for name, value in toy.load_toy(tmp_path).items())
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_figures_of_the_caller(tmp_path: Path) -> None:
-    """n-alpha from real decoding comes from outside; it is logged, shown and recorded, with the net in eval mode."""
-    modes = []
-
-    def evaluate(drafter: Any) -> dict[str, float]:
-        modes.append(drafter.net.training)
-        return {"1-alpha": 0.5 + len(modes) / 100}
-
-    outcome = run(tmp_path, steps=4, eval_every=2, evaluate=evaluate)
-    assert modes == [False, False]
-    assert [entry["heldout"]["1-alpha"] for entry in log(tmp_path) if "heldout" in entry] == [0.51, 0.52]
-    assert outcome.heldout["1-alpha"] in (0.51, 0.52)
 
 
 def test_accumulation_is_one_large_batch(tmp_path: Path) -> None:
@@ -366,17 +348,6 @@ def test_an_interrupt_keeps_the_last_whole_state(
     assert_same_run(tmp_path, undisturbed)
 
 
-def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
-    run(tmp_path, steps=2, warmup_steps=1)
-    for file in saved_states(tmp_path)[-1].iterdir():
-        whole = file.read_bytes()
-        for damaged in (whole[: len(whole) // 2], b"", b"not a state at all"):
-            file.write_bytes(damaged)
-            with pytest.raises(InputError, match=r"state-2-2 is damaged .*delete it"):
-                run(tmp_path, steps=2, warmup_steps=1)
-        file.write_bytes(whole)
-
-
 def test_the_caller_can_end_it(tmp_path: Path) -> None:
     """As a signal does: Ray's processes get theirs in another thread."""
     asked = iter(range(12))
@@ -460,20 +431,6 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_state(tmp_path)["step"] == 2
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(InputError, match="cannot write"):
-            run(folder)
-
-
-def test_what_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="vanilla has nothing to train"):
-        train(Vanilla(Toy().target), toy.examples(), [], TrainConfig(), tmp_path)
-    with pytest.raises(InputError, match="no training examples"):
-        train(Toy(), [], [], TrainConfig(), tmp_path)
-
-
 def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     config = TrainConfig(**toy.CONFIG)
     train(Toy(), toy.examples(), toy.examples(6, 1), config, tmp_path, about={"data_sha256": "abc"})
@@ -485,18 +442,7 @@ def test_the_record_beside_the_weights(tmp_path: Path) -> None:
     assert record["tokens"] == read_state(tmp_path)["tokens"] > 0
     assert record["seconds"] > 0
     card = (tmp_path / "README.md").read_text()
-    assert all(part in card for part in ("# toy draft head for toy", "| 0-alpha |", "--method toy"))
-
-
-@pytest.mark.slow
-def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
-    for terminal in (True, False):
-        screen = io.StringIO()
-        with bar(Console(file=screen, force_terminal=terminal, width=200)) as show:
-            run(tmp_path / str(terminal), more=show, steps=6)
-        assert "held-out loss" in screen.getvalue()
-        assert "0-alpha" in screen.getvalue()
-        assert "6/6" in screen.getvalue()
+    assert all(part in card for part in ("# toy draft head for toy", "| 0-alpha |", "--draft THIS_FOLDER"))
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -506,19 +452,12 @@ def test_the_bar_on_a_terminal_and_elsewhere(tmp_path: Path) -> None:
     ({"heldout": 1.0}, "heldout must leave something"),
     ({"betas": (0.9, 1.0)}, "betas are two numbers"),
     ({"steps": 0}, "steps must be a whole number, 1 or more; got 0"),
-    ({"steps": 2.5}, "steps must be a whole number"),
-    ({"steps": True}, "steps must be a whole number"),
     ({"epochs": 0}, "epochs must be above 0"),
     ({"schedule": "cosin"}, "schedule is unknown; did you mean cosine"),
-    ({"precision": "fp16"}, "precision is unknown"),
-    ({"optimizer": "adam"}, "optimizer is unknown; did you mean adamw"),
-    ({"parallel": "fsdp2"}, "parallel is unknown; did you mean fsdp"),
     ({"log": "tensorboard,wand"}, "log knows tensorboard and wandb; got 'tensorboard,wand'"),
     ({"steps": 5, "epochs": 1.0}, "steps and epochs each say how long"),
-    ({"steps": 5, "minutes": 1.0}, "steps and minutes each say how long"),
     ({"minutes": 0.0}, "minutes must be above 0"),
     ({"batch_tokens": 100}, "batch_tokens is 100, less than one example of max_length 2048"),
-    ({"clip": -1.0}, "clip must be 0 or more"),
     ({"accumulation": 0}, "accumulation must be a whole number, 1 or more"),
 ])  # fmt: skip
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

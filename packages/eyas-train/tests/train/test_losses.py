@@ -16,9 +16,8 @@ from eyas.drafters import _options
 from eyas.drafters.eagle1 import Method
 from eyas.nn import Documents
 from eyas.targets.loading import load_target
-from eyas_train.losses import FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of
+from eyas_train.losses import OBJECTIVES, FrozenHead, draft_losses, smooth_l1, soft_cross_entropy, soft_cross_entropy_of
 from eyas_train.method_losses import packed
-from eyas_train.objectives import OBJECTIVES
 
 GOLDEN = Path(__file__).parents[5] / "shared" / "golden"
 

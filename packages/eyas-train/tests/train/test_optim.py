@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from eyas import checkpoints
 from eyas.errors import InputError, OptionError
-from eyas_train import trackers, vocab
+from eyas_train import reporter
 from eyas_train._process import flushed_denormals, frozen
 from eyas_train.config import TrainConfig
 from eyas_train.data import Example
+from eyas_train.new_heads import count_tokens
 from eyas_train.optim import HeadOptimizer
 from train import real, toy
 from train.states import read_state
@@ -138,14 +139,12 @@ def test_examples_beyond_the_targets_context_are_refused(tmp_path: Path) -> None
         toy.run(tmp_path, drafter)
 
 
-def test_which_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing. In
-    portions, the last one smaller."""
-    monkeypatch.setattr(vocab, "TOKENS_AT_ONCE", 3)
+def test_which_tokens_count() -> None:
+    """As `Batches.load` counts them: the first two tokens of an example are foreseen by nothing."""
     first = Example([5, 5, 5, 6, 2], [True, True, True, False, True])
     examples = [first, Example([1, 2, 3, 3, 3], [True] * 5), Example([4], [True])]
-    assert vocab.count_tokens(examples, 8).tolist() == [0, 0, 1, 3, 0, 1, 0, 0]
-    assert vocab.count_tokens([], 3).tolist() == [0, 0, 0]
+    assert count_tokens(examples, 8).tolist() == [0, 0, 1, 3, 0, 1, 0, 0]
+    assert count_tokens([], 3).tolist() == [0, 0, 0]
 
 
 @pytest.fixture
@@ -224,4 +223,4 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(OptionError, match="wandb is not installed: pip install wandb"):
-        trackers.check_trackers(["wandb"])
+        reporter.check_trackers(["wandb"])

@@ -1,25 +1,21 @@
 """The questions of a run: some are for the bench and never answered before it, the others become
 training data. Which is which depends on a question's content alone, so every session of a run
-decides alike.
+decides alike. `questions.jsonl` has questions for a target, where the user brings none.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from eyas.errors import InputError
 from eyas.files import write_text
-from eyas_train.accelerate.plan import BENCH_QUESTIONS, FEWEST_QUESTIONS
-from eyas_train.accelerate.questions import questions
+from eyas_train.accelerate.plan import FEWEST_QUESTIONS, MOST_BENCH_QUESTIONS
 from eyas_train.regenerate import Conversation, DataLine, GenerationSettings, parse_conversation, read_lines
-
-__all__ = ["Material", "read_material", "write_material"]
-
-BENCH_SHARE = 4  # at most one of so many questions is for the bench
-MOST_LINES = 200_000
 
 
 class Material(NamedTuple):
@@ -29,31 +25,37 @@ class Material(NamedTuple):
     bench: list[Conversation]
 
 
+def questions() -> list[str]:
+    """Return the bundled questions, mixed: every form with every subject that suits it. They are plain English, of the
+    kinds that people ask a chat model."""
+    text = Path(__file__).with_name("questions.jsonl").read_text(encoding="utf-8")
+    kinds = [json.loads(line) for line in text.splitlines()]
+    every = [form.format(subject) for kind in kinds for subject in kind["subjects"] for form in kind["forms"]]
+    random.Random(0).shuffle(every)
+    return every
+
+
 def read_material(files: Sequence[str]) -> Material:
-    """Return the questions of these files, mixed; without files, the bundled ones.
+    """Return the questions of these files, mixed; without files, the bundled ones. A quarter of them at most is for the
+    bench.
 
     Raises:
         InputError: a file cannot be read, or there are too few questions in all of them.
     """
-    lines = read_lines(files) if files else (DataLine("bundled", _json(question)) for question in questions())
-    unique = {str(line.key["key"]): line for line in lines}
-    mixed = [unique[key] for key in sorted(unique)][:MOST_LINES]  # sorted by a hash of their content
-    bench, chosen = list[Conversation](), set[str]()
+    bundled = (DataLine("bundled", json.dumps({"prompt": question}).encode()) for question in questions())
+    unique = {str(line.key["key"]): line for line in (read_lines(files) if files else bundled)}
+    mixed = [unique[key] for key in sorted(unique)][:200_000]  # sorted by a hash of their content
+    found = Material([], [])
     for line in mixed:
-        if len(bench) < min(BENCH_QUESTIONS[1], len(mixed) // BENCH_SHARE):
-            try:
-                bench.append(parse_conversation(line, GenerationSettings()))
-                chosen.add(str(line.key["key"]))
-            except InputError:  # the answering step reports it
+        if len(found.bench) < min(MOST_BENCH_QUESTIONS, len(mixed) // 4):
+            with suppress(InputError):  # the answering step reports it
+                found.bench.append(parse_conversation(line, GenerationSettings()))
                 continue
-    if len(mixed) < FEWEST_QUESTIONS or not bench:
+        found.answers.append(line)
+    if len(mixed) < FEWEST_QUESTIONS or not found.bench:
         where = ", ".join(files)
         raise InputError(f"{where}: {len(mixed)} questions are too few to train on: give at least {FEWEST_QUESTIONS}")
-    return Material([line for line in mixed if line.key["key"] not in chosen], bench)
-
-
-def _json(question: str) -> bytes:
-    return json.dumps({"prompt": question}).encode()
+    return found
 
 
 def write_material(material: Material, answers: Path, bench: Path) -> None:

@@ -13,25 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 from eyas.errors import InputError
 
-__all__ = ["FEWEST_QUESTIONS", "Plan", "Speeds", "effective_tokens", "heldout_share", "make_plan", "training_tokens"]
-
 FEWEST_QUESTIONS = 16  # fewest that a run can do with: some are for the bench, some are held out
-BENCH_SHARE, MOST_BENCH_SECONDS = 0.12, 300.0
-BENCH_QUESTIONS = (4, 24)  # fewest and most questions of the bench
-BENCH_TOKENS = (32, 128)  # fewest and most tokens of an answer
-BENCH_EXTRA_SECONDS = 15.0  # costs of the head that was trained, bandwidth, pictures
+MOST_BENCH_QUESTIONS = 24
 MOST_PASSES = 16
 REPEATS_WORTH = 15.0  # passes after which a further one teaches 1/e of the first (R* of arXiv 2305.16264)
 STEPS = (20, 150)  # fewest updates of the weights, and their number from which on batches grow
-BATCH_TOKENS = (256, 8192)
-EVALUATIONS, EVALUATION_SHARE = 3, 0.1  # during a training, and the share of its time
-EVALUATION_TOKENS = 32  # tokens of an answer in an evaluation
-EVALUATION_PROMPTS = (2, 16)
-HELDOUT_CONVERSATIONS = 16
-LONGEST_MINUTES = 60 * 24 * 7
 
 
 @dataclass(frozen=True)
@@ -45,18 +35,12 @@ class Speeds:
     prompt_tokens: float  # mean tokens of the rest of a conversation
     feature_rate: float  # tokens per second
     train_rate: float  # tokens per second
-    chain_pass_seconds: float  # a pass over a short chain, by the target's own forward
     plain_rate: float  # tokens per second of plain decoding, one row
 
     @property
     def conversation_tokens(self) -> float:
         """Tokens of a conversation."""
         return self.prompt_tokens + self.answer_tokens
-
-    @property
-    def evaluated_train_rate(self) -> float:
-        """Tokens per second of a training with its evaluations."""
-        return self.train_rate * (1 - EVALUATION_SHARE)
 
 
 @dataclass(frozen=True)
@@ -72,17 +56,28 @@ class Plan:
     bench_seconds: float
     bench_questions: int
     bench_tokens: int  # most tokens of an answer in the bench
-    batch_tokens: int
 
     @property
     def seconds(self) -> float:
         """All steps together."""
         return self.answer_seconds + self.feature_seconds + self.training_seconds + self.bench_seconds
 
-    @property
-    def effective_tokens(self) -> float:
-        """Tokens of new text that teach as much."""
-        return effective_tokens(self.trained_tokens / self.passes, self.passes)
+
+@dataclass(frozen=True)
+class Prospect:
+    """A method, with the plan of its run."""
+
+    method: str
+    target: str
+    max_length: int  # tokens of a training example
+    max_new_tokens: int  # most tokens of an answer
+    speeds: Speeds
+    plan: Plan
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the prospect of which `fields` is the dictionary."""
+        return cls(**{**fields, "speeds": Speeds(**fields["speeds"]), "plan": Plan(**fields["plan"])})
 
 
 def make_plan(seconds: float, speeds: Speeds, questions: int, max_length: int) -> Plan:
@@ -98,8 +93,8 @@ def make_plan(seconds: float, speeds: Speeds, questions: int, max_length: int) -
     plan = _split(seconds, speeds, questions, max_length)
     if plan is not None:
         return plan
-    minutes = math.ceil(seconds / 60)
-    while minutes < LONGEST_MINUTES and _split(60.0 * minutes, speeds, questions, max_length) is None:
+    minutes, week = math.ceil(seconds / 60), 60 * 24 * 7
+    while minutes < week and _split(60.0 * minutes, speeds, questions, max_length) is None:
         minutes = math.ceil(1.2 * minutes) + 1
     raise InputError(
         f"{seconds / 60:.1f} minutes are left, too few to train a head of this model on this machine: "
@@ -109,16 +104,20 @@ def make_plan(seconds: float, speeds: Speeds, questions: int, max_length: int) -
 
 def _split(seconds: float, speeds: Speeds, questions: int, max_length: int) -> Plan | None:
     """Return the split; None where it leaves fewer than STEPS[0] updates of the weights."""
-    bench_count, bench_tokens, bench_seconds = _bench(seconds, speeds)
+    bench_questions, bench_tokens, bench_seconds = _bench(seconds, speeds)
     rest = seconds - bench_seconds - 2 * speeds.loading_seconds  # the bench's own is in its seconds
     if rest <= 0:
         return None
     length = min(speeds.conversation_tokens, max_length)
-    shares = [_answers_and_passes(rest, speeds, questions, length, passes) for passes in range(1, MOST_PASSES + 1)]
-    answers, passes = max(shares, key=lambda share: effective_tokens(share[0] * length, share[1]))
+    once = speeds.answer_tokens / speeds.answer_rate + length / speeds.feature_rate
+
+    def affordable(passes: int) -> int:
+        return min(questions, int(rest / (once + passes * length / speeds.train_rate)))
+
+    passes = max(range(1, MOST_PASSES + 1), key=lambda n: effective_tokens(affordable(n) * length, n))
+    answers = affordable(passes)
     tokens = int(answers * length * passes)
-    batch_tokens = batch_size(tokens, max_length)
-    if tokens < STEPS[0] * batch_tokens:
+    if tokens < STEPS[0] * batch_size(tokens, max_length):
         return None
     return Plan(
         answers=answers,
@@ -126,28 +125,22 @@ def _split(seconds: float, speeds: Speeds, questions: int, max_length: int) -> P
         trained_tokens=tokens,
         answer_seconds=speeds.loading_seconds + answers * speeds.answer_tokens / speeds.answer_rate,
         feature_seconds=speeds.loading_seconds + answers * length / speeds.feature_rate,
-        training_seconds=tokens / speeds.evaluated_train_rate,
+        training_seconds=tokens / speeds.train_rate,
         bench_seconds=bench_seconds,
-        bench_questions=bench_count,
+        bench_questions=bench_questions,
         bench_tokens=bench_tokens,
-        batch_tokens=batch_tokens,
     )
-
-
-def _answers_and_passes(seconds: float, speeds: Speeds, questions: int, length: float, passes: int) -> tuple[int, int]:
-    each = speeds.answer_tokens / speeds.answer_rate + length / speeds.feature_rate
-    each += passes * length / speeds.evaluated_train_rate
-    return min(questions, int(seconds / each)), passes
 
 
 def _bench(seconds: float, speeds: Speeds) -> tuple[int, int, float]:
     """Return (questions, tokens of an answer, seconds): every question is answered plainly and drafted, and the first
-    one once more to warm up."""
-    room = min(MOST_BENCH_SECONDS, BENCH_SHARE * seconds) - BENCH_EXTRA_SECONDS
-    tokens = int(min(BENCH_TOKENS[1], max(BENCH_TOKENS[0], room * speeds.plain_rate / 2 / 8)))
+    one once more to warm up. Costs of the new head's trees take some seconds more."""
+    extra = 15.0
+    room = min(300.0, 0.12 * seconds) - extra
+    tokens = int(min(128, max(32, room * speeds.plain_rate / 2 / 8)))
     each = 2 * min(tokens, speeds.answer_tokens) / speeds.plain_rate
-    count = int(min(BENCH_QUESTIONS[1], max(BENCH_QUESTIONS[0], room / each)))
-    return count, tokens, BENCH_EXTRA_SECONDS + speeds.loading_seconds + (count + 1) * each
+    count = int(min(MOST_BENCH_QUESTIONS, max(4, room / each)))
+    return count, tokens, extra + speeds.loading_seconds + (count + 1) * each
 
 
 def effective_tokens(tokens: float, passes: float) -> float:
@@ -160,25 +153,12 @@ def effective_tokens(tokens: float, passes: float) -> float:
 def batch_size(tokens: float, max_length: int) -> int:
     """Return the tokens of a batch: small ones where there are few, so that there are enough updates
     of the weights, but at least one example."""
-    min_tokens, max_tokens = BATCH_TOKENS
-    size = max(min_tokens, max_length)
-    while 2 * size <= max_tokens and 2 * size * STEPS[1] <= tokens:
+    size = max(256, max_length)
+    while 2 * size <= 8192 and 2 * size * STEPS[1] <= tokens:
         size *= 2
     return size
 
 
-def training_tokens(seconds: float, speeds: Speeds, tokens: int) -> int:
-    """Return how many tokens a training reads in so many seconds, over a text of `tokens` tokens."""
-    return int(min(MOST_PASSES * tokens, max(seconds * speeds.evaluated_train_rate, tokens)))
-
-
-def evaluation_prompts(training_seconds: float, speeds: Speeds) -> int:
-    """Return how many held-out prompts an evaluation answers in its share of the training."""
-    seconds = EVALUATION_SHARE * training_seconds / EVALUATIONS
-    min_prompts, max_prompts = EVALUATION_PROMPTS
-    return int(min(max_prompts, max(min_prompts, seconds / (EVALUATION_TOKENS * speeds.chain_pass_seconds))))
-
-
 def heldout_share(conversations: int) -> float:
-    """Return the share of the answers that is kept for evaluations."""
-    return min(0.2, max(0.02, HELDOUT_CONVERSATIONS / max(1, conversations)))
+    """Return the share of the answers that is kept for evaluations: about sixteen conversations."""
+    return min(0.2, max(0.02, 16 / max(1, conversations)))

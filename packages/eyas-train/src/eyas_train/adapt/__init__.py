@@ -8,9 +8,9 @@ The weights of the head never change the text, because drafts are verified. Of a
 `Private` nothing is kept. `eyas serve` asks for `Heads` and `LearningLLM`, by the entry point "adapt".
 """
 
-from eyas_train.adapt.heads import Heads, Private
+from eyas_train.adapt.heads import Heads, LearningLLM, adapting, swap_draft
 from eyas_train.adapt.learner import Learner, Settings
-from eyas_train.adapt.llm import LearningLLM, adapting
-from eyas_train.adapt.swap import HeadMismatchError, swap_draft
+from eyas_train.adapt.recording import Private
+from eyas_train.adapt.swap import HeadMismatchError
 
 __all__ = ["HeadMismatchError", "Heads", "Learner", "LearningLLM", "Private", "Settings", "adapting", "swap_draft"]

@@ -1,32 +1,68 @@
-"""The requests of a server to its head."""
+"""An LLM whose head learns while it answers, and the requests of a server to its head."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from eyas.api import LLM
-from eyas.core.features import RowFeature
-from eyas.core.requests import Request, RequestFeature
-from eyas.core.target import Target
+from eyas.core.engine import Decoder
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import EyasError, one_line
+from eyas_train.adapt.learner import Learner, Settings
+from eyas_train.adapt.recording import Private
 from eyas_train.adapt.swap import head_of, load_like, put
 
 log = logging.getLogger("eyas.serve.adapt")  # the server shows what is logged below eyas.serve
 
-__all__ = ["Heads", "Private", "PrivateRow"]
+
+class LearningLLM(LLM):
+    """An LLM with a learner, which makes its steps when a call of `generate` or a stream has ended."""
+
+    def __init__(self, llm: LLM, settings: Settings | None = None) -> None:
+        self.learner = Learner(llm.drafter, settings)
+        super().__init__(llm.target, self.learner.drafter, llm.tokenizer, llm.draft_name, llm.policy)
+
+    def take_decoder(
+        self, rows: int = 1, reuse: bool = False, adapter: str | None = None
+    ) -> tuple[Decoder, Callable[[], None]]:
+        decoder, give_back = super().take_decoder(rows, reuse, adapter)
+
+        def rest() -> None:
+            give_back()
+            while self.learner.rest():
+                pass
+
+        return decoder, rest
+
+    def save_draft(self, folder: str | Path) -> None:
+        """Write the head as it is now into a folder of its own; `eyas.load(draft=folder)` reads it."""
+        self.learner.save(folder, self.draft_name)
 
 
-class Private(RequestFeature):
-    """Feature that keeps a request private: the learner gets nothing of its text."""
+def adapting(llm: LLM, **settings: Any) -> LearningLLM:
+    """Return the LLM with a head that learns from its answers. `Settings` explains the settings.
 
-    def open(self, request: Request, target: Target) -> RowFeature:
-        return PrivateRow()
+    Raises:
+        OptionError: the head cannot learn.
+    """
+    return LearningLLM(llm, Settings(**settings))
 
 
-class PrivateRow(RowFeature):
-    """Marks a row whose text is not kept."""
+def swap_draft(llm: LLM, head: str | Path) -> None:
+    """Let another head draft for an LLM, from the next cycle on. Its requests in flight go on.
+
+    Args:
+        head: a folder or a hub id, of a head of the same method and sizes.
+
+    Raises:
+        OptionError: this LLM's drafts come from no head that can be replaced.
+        CheckpointError: the head cannot be read, or does not have the method and the sizes of the one in use.
+    """
+    heads = Heads(llm)
+    heads.put(heads.load(str(head)), str(head))
 
 
 class Heads:
@@ -42,7 +78,7 @@ class Heads:
         self.llm, self.folder = llm, folder
         self.given = llm.draft_name
         self.failed = False  # whether a step has failed
-        self.learner: Any = getattr(llm, "learner", None)  # eyas_train.adapt.Learner
+        self.learner: Learner | None = getattr(llm, "learner", None)
 
     def load(self, source: str) -> EagleMethod:
         """Return a head that may take the place of the one in use. Takes a while, and changes nothing.
@@ -66,7 +102,7 @@ class Heads:
         if self.learner is None or self.failed:
             return False
         try:
-            return bool(self.learner.rest(idle))
+            return self.learner.rest(idle)
         except (EyasError, RuntimeError, MemoryError) as error:
             self.failed = True
             log.warning("the head learns no more: %s", one_line(error, 200))

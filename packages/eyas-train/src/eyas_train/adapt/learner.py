@@ -2,7 +2,7 @@
 
     request ends -> its tokens and features (`recording`)
     rest()       -> a step on them with the method's own training loss, if the budget pays for it
-    every few    -> the new weights draft by turns with the old ones (`guard`): kept, or gone back
+    every few    -> the new weights draft by turns with the old ones : kept, or gone back
     steps
 
 A step changes a copy of the net (`self.student`), which never drafts. The weights that draft change between two
@@ -16,11 +16,24 @@ that no time is lost. So a comparison is between learning and not learning. Wher
 old ones come back, the optimiser forgets, and the learning rate halves. Every `GIVEN_EVERY`-th comparison is
 with the head that was given instead of the last good one, so that small losses, none of which shows by itself,
 do not add up.
+
+    block     0    1    2    3    4    5   ...     BLOCK cycles each
+    weights   old  new  new  old  old  new         ABBA
+    pair      [  0   ] [  1   ] [  2   ]           its difference: mean tokens per cycle, new minus old
+
+The two blocks of a pair follow each other. So they draft for the same texts, with trees of the same size, and a
+change of the traffic moves both. The differences of pairs are nearly independent, so the error of their mean is
+their standard deviation / sqrt(pairs), and no model of the text is needed.
+
+The new weights are worse if the mean difference is below -LIMIT standard errors. That is looked at after each pair
+from MIN_PAIRS on: with equal weights a false alarm comes in about 3 of 100 trials (tests/adapt/test_guard.py counts
+them). They are kept as soon as they are better by the same rule, and after MAX_PAIRS without an alarm.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from collections import deque
@@ -28,6 +41,7 @@ from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -39,12 +53,14 @@ from eyas.core.target import ModelRunner
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import InputError, OptionError
 from eyas.files import write_text
-from eyas_train.adapt.guard import NEW, PairedTrial
 from eyas_train.adapt.recording import Recorded, RecordingSession, Texts, batch_of
 from eyas_train.adapt.swap import check_same, head_of, kept_names, prepare, put
 
-__all__ = ["Learner", "Settings"]
-
+BLOCK = 8  # cycles
+MIN_PAIRS, MAX_PAIRS = 6, 16
+LIMIT = 3.0  # standard errors
+OLD, NEW = 0, 1
+ORDER = (OLD, NEW, NEW, OLD)
 GIVEN_EVERY = 4  # trials, of which one compares with the head that was given
 WARM_UP = 8  # steps over which the learning rate rises
 CLIP = 0.5  # largest norm of a gradient, as in training
@@ -107,7 +123,9 @@ class Learner:
         self.served = self.spent = 0.0
         self.steps = self.kept = self.undone = 0
         self._costs = deque([self.settings.first_seconds], maxlen=8)
-        self._sessions: weakref.WeakSet[RecordingSession] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[RecordingSession] = (
+            weakref.WeakSet()
+        )  # their texts are wanted when nothing is in flight
         self._began = 0.0
         self._start(copy(method))
 
@@ -129,10 +147,6 @@ class Learner:
         self._warm, self._since = 0, 0
 
     # --- calls of the recorder
-
-    def opened(self, session: RecordingSession) -> None:
-        """Know a session, whose texts are wanted when nothing is in flight."""
-        self._sessions.add(session)
 
     def begin_cycle(self) -> None:
         """Choose the weights of the cycle that begins."""
@@ -187,8 +201,7 @@ class Learner:
             idle: no request is in flight, so all texts that are kept are complete.
         """
         if idle:
-            for session in list(self._sessions):
-                session.give_all()
+            self._take_all()
         if not self.texts.texts or self.spent + max(self._costs) > self.settings.share * self.served:
             return False
         began = self._now()
@@ -201,6 +214,10 @@ class Learner:
             self._costs.clear()
         self._costs.append(seconds)
         return True
+
+    def _take_all(self) -> None:
+        for session in list(self.sessions):
+            session.give_all()
 
     def _step(self) -> None:
         """Make one step of AdamW. Nothing changes if the loss or its gradient is not finite."""
@@ -246,9 +263,8 @@ class Learner:
 
     def forget(self) -> None:
         """Forget all texts: for a target whose weights have changed."""
-        for session in list(self._sessions):
-            session.give_all()
-        self.texts.clear()
+        self._take_all()
+        self.texts.texts = []
 
     def save(self, folder: str | Path, given: str | None = None) -> None:
         """Write the last good head into a folder of its own.
@@ -287,3 +303,52 @@ def _with_net(drafter: EagleMethod, net: nn.Module) -> EagleMethod:
         vars(other).pop(name, None)
     other.net = net
     return other
+
+
+class PairedTrial:
+    """One comparison of old and new weights."""
+
+    def __init__(self) -> None:
+        self.cycles = 0
+        self.blocks: list[float] = []  # the mean length of each complete block
+        self.differences: list[float] = []
+        self._sum = 0.0
+
+    @property
+    def arm(self) -> int:
+        """Return which weights draft in the next cycle: OLD or NEW."""
+        return ORDER[self.cycles // BLOCK % len(ORDER)]
+
+    def count(self, lengths: Sequence[int]) -> None:
+        """Count a cycle, with the tokens that each row has got."""
+        self._sum += sum(lengths) / len(lengths)
+        self.cycles += 1
+        if self.cycles % BLOCK:
+            return
+        self.blocks.append(self._sum / BLOCK)
+        self._sum = 0.0
+        if len(self.blocks) % 2 == 0:
+            first, second = self.blocks[-2:]
+            was_new_first = ORDER[(len(self.blocks) - 2) % len(ORDER)] == NEW
+            self.differences.append(first - second if was_new_first else second - first)
+
+    @property
+    def mean(self) -> float:
+        """The mean difference; 0 without pairs."""
+        return fmean(self.differences) if self.differences else 0.0
+
+    @property
+    def limit(self) -> float:
+        """The size of a mean difference that says something; infinite where nothing is known."""
+        n = len(self.differences)
+        return LIMIT * stdev(self.differences) / math.sqrt(n) if n >= MIN_PAIRS else math.inf
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the new head accepts significantly less."""
+        return self.mean < -self.limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the new weights have drafted long enough: they are better, or there was no alarm."""
+        return self.mean > self.limit or len(self.differences) >= MAX_PAIRS

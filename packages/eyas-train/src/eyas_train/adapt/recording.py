@@ -20,16 +20,27 @@ import torch
 from torch import Tensor
 
 from eyas.core.drafter import CycleInput, Drafter, DraftSession, TreeSize
+from eyas.core.features import RowFeature
+from eyas.core.requests import Request, RequestFeature
+from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
 from eyas.drafters import Batch
 from eyas.drafters.tools import EagleMethod
 from eyas.nn import Documents
-from eyas_train.adapt.heads import PrivateRow
-
-__all__ = ["MAX_TEXT", "Recorded", "Text", "Texts"]
 
 MAX_TEXT = 512  # tokens of one text; of a longer one the end is kept
 MIN_COUNTED = 4  # tokens of an answer: from fewer there is nothing to learn
+
+
+class Private(RequestFeature):
+    """Feature that keeps a request private: the learner gets nothing of its text."""
+
+    def open(self, request: Request, target: Target) -> RowFeature:
+        return PrivateRow()
+
+
+class PrivateRow(RowFeature):
+    """Marks a row whose text is not kept."""
 
 
 @dataclass(eq=False)
@@ -40,11 +51,6 @@ class Text:
     features_TF: Tensor
     answer: int  # index of the first token that the target wrote
     uses: int = 0  # how many steps have read it
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the features."""
-        return self.features_TF.numel() * self.features_TF.element_size()
 
 
 class Texts:
@@ -67,7 +73,7 @@ class Texts:
     @property
     def bytes(self) -> int:
         """The bytes of all features."""
-        return sum(text.bytes for text in self.texts)
+        return sum(text.features_TF.nbytes for text in self.texts)
 
     def add(self, text: Text) -> None:
         """Keep a text, unless its answer is too short, and drop the oldest beyond the limits."""
@@ -77,19 +83,13 @@ class Texts:
         while self.texts and (self.tokens > self.max_tokens or self.bytes > self.max_bytes):
             self.texts.pop(0)
 
-    def clear(self) -> None:
-        """Drop all texts."""
-        self.texts = []
-
     def take(self, tokens: int) -> list[Text]:
         """Return texts of about so many tokens for one step: those that were used least, the newest first."""
-        order = sorted(range(len(self.texts)), key=lambda i: (self.texts[i].uses, -i))
         taken, count = list[Text](), 0
-        for i in order:
-            if count >= tokens:
-                break
-            taken.append(self.texts[i])
-            count += len(self.texts[i].tokens)
+        for text in sorted(reversed(self.texts), key=lambda text: text.uses):
+            if count < tokens:
+                taken.append(text)
+            count += len(text.tokens)
         for text in taken:
             text.uses += 1
         self.texts = [text for text in self.texts if text.uses < self.max_uses]
@@ -186,7 +186,7 @@ class RecordingSession(DraftSession):
         self.width = drafter.target.hidden_size * len(drafter.drafter.feature_layers)
         self.kept = [_Row() for _ in range(rows)]
         self.positions: dict[int, int] = {}  # of the roots of the current cycle, by row
-        self.observer.opened(self)
+        self.observer.sessions.add(self)
 
     def truncate(self, row: int, length: int) -> int:
         return self.session.truncate(row, length)

@@ -15,13 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eyas.api import LLM
 from eyas.core.drafter import Drafter
 from eyas.drafters import DraftMethod
 from eyas.drafters.tools import EagleMethod
 from eyas.errors import CheckpointError, OptionError
-
-__all__ = ["HeadMismatchError", "head_of", "kept_names", "load_like", "put", "swap_draft"]
 
 
 class HeadMismatchError(CheckpointError):
@@ -66,29 +63,24 @@ def check_same(drafter: EagleMethod, head: Any, source: str) -> None:
         raise HeadMismatchError(f"{source} holds a head of another method than the one in use")
     ours, theirs = _sizes(drafter), _sizes(head)
     for name in ours | theirs:
-        if ours.get(name) != theirs.get(name):
+        own, other = ours.get(name), theirs.get(name)
+        if own != other:
+            shown, in_use = ("missing" if size is None else size for size in (other, own))
             raise HeadMismatchError(
-                f"{source}: its {name} is {_shown(theirs.get(name))}, but {_shown(ours.get(name))} in the head in use: "
-                "start with that head to use it"
+                f"{source}: its {name} is {shown}, but {in_use} in the head in use: start with that head to use it"
             )
-
-
-def _shown(size: Any) -> str:
-    return "missing" if size is None else str(size)
 
 
 def _sizes(head: EagleMethod) -> dict[str, Any]:
     """Return the properties that sessions, and copies of the weights, rely on."""
-    architecture = getattr(head.net, "architecture", None)
-    tensors = {name: (tuple(value.shape), value.dtype) for name, value in head.net.state_dict().items()}
     return {
-        "architecture": architecture,
+        "architecture": getattr(head.net, "architecture", None),
         "layer": head.shape,
         "list of fused layers": head.feature_layers,
         "window": head.window(),
         "draft vocabulary": None if head.draft_ids_v is None else len(head.draft_ids_v),
         "embedding table": None if head.embed_tokens is None else tuple(head.embed_tokens.shape),
-        **tensors,
+        **{name: (tuple(value.shape), value.dtype) for name, value in head.net.state_dict().items()},
     }
 
 
@@ -107,23 +99,3 @@ def kept_names(drafter: Drafter) -> set[str]:
     """Return the names of all that a drafter computes once, of which each may hold its weights."""
     kinds = type(drafter).__mro__
     return {name for kind in kinds for name, value in vars(kind).items() if isinstance(value, cached_property)}
-
-
-def swap_draft(llm: LLM, head: str | Path) -> None:
-    """Let another head draft for an LLM, from the next cycle on. Its requests in flight go on.
-
-    Args:
-        head: a folder or a hub id, of a head of the same method and sizes.
-
-    Raises:
-        OptionError: this LLM's drafts come from no head that can be replaced.
-        CheckpointError: the head cannot be read, or does not have the method and the sizes of the one in use.
-    """
-    learner = getattr(llm, "learner", None)
-    drafter = head_of(llm.drafter)
-    new = load_like(drafter, head)
-    if learner is None:
-        put(drafter, new)
-    else:
-        learner.replace(new)
-    llm.draft_name = str(head)

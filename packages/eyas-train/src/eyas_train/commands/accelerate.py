@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shlex
 import sys
 import time
@@ -25,6 +26,7 @@ from cyclopts.types import PositiveFloat
 from eyas.cli.tools import (
     AS_JSON,
     DraftOptions,
+    ExactTarget,
     SamplingOptions,
     UsageError,
     interruptible,
@@ -40,17 +42,15 @@ from eyas.errors import InputError, OptionError, near
 from eyas_lab.commands import bench
 from eyas_lab.folders import check_output_folder, locked_folder
 from eyas_train.commands import features, regenerate, train
-from eyas_train.commands._data import check_files
-from eyas_train.commands._targets import ExactTarget, check_exact, load_target
+from eyas_train.commands._data import check_exact, check_files, load_target
 
 if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas_train.accelerate.journal import Journal
     from eyas_train.accelerate.material import Material
-    from eyas_train.accelerate.prospect import Prospect
+    from eyas_train.accelerate.plan import Prospect
 
 GROUP = "Heads"
-SHARD_MIB = 64.0  # an interrupt loses one shard
 EXAMPLES = """
 eyas accelerate MODEL --minutes 60 --output HEAD  # with eyas' own questions
 eyas accelerate MODEL --data prompts.jsonl --output HEAD  # with questions like those that it will get: better
@@ -99,7 +99,7 @@ def command(
         prospect = _look(Models(model), read_material(job.data), job)
         _show(prospect)
         if job.as_json:
-            print(json.dumps(prospect.to_json()))
+            print(json.dumps(asdict(prospect)))
         return
     folder = Path(str(job.output)).expanduser()
     check_output_folder(folder)
@@ -118,7 +118,7 @@ def command(
 
 def _check(target: str | None, job: AccelerateOptions, model: ExactTarget) -> ExactTarget:
     """Return the options of the target, its name included. Refuses bad input before anything is loaded."""
-    from eyas_train.accelerate.prospect import METHODS
+    from eyas_train.accelerate.measure import METHODS
 
     if target is not None and model.target is not None:
         raise UsageError("the model is named twice: leave --target out")
@@ -141,11 +141,11 @@ def _settings(job: AccelerateOptions, model: ExactTarget) -> dict[str, Any]:
 
 
 def _look(models: Models, material: Material, job: AccelerateOptions) -> Prospect:
-    from eyas_train.accelerate.prospect import METHODS, look
+    from eyas_train.accelerate import measure
 
-    methods = METHODS if job.method is None else (job.method,)
+    methods = measure.METHODS if job.method is None else (job.method,)
     with quiet(models.model.verbose), interruptible(lambda: "nothing is planned yet; the same command begins again"):
-        return look(models, material, methods, 60 * job.minutes)
+        return measure.look(models, material, methods, 60 * job.minutes)
 
 
 class Models:
@@ -178,38 +178,26 @@ class Models:
         return self._loaded[1]
 
 
-# --- what is shown ------------------------------------------------------------------------------
-
-
 def _show(prospect: Prospect) -> None:
     """Print the plan: each step, and how long it takes."""
     from eyas import named
 
     plan, speeds = prospect.plan, prospect.speeds
+    trained = f"{plan.trained_tokens:,} tokens in {plan.passes} passes, {speeds.train_rate:,.0f} tokens/s"
     rows = [
         ("regenerate", f"{plan.answers:,} questions, {speeds.answer_rate:,.0f} tokens/s", plan.answer_seconds),
         ("features", f"{speeds.feature_rate:,.0f} tokens/s", plan.feature_seconds),
-        (
-            f"train {prospect.method}",
-            f"{plan.trained_tokens:,} tokens in {plan.passes} passes, {speeds.train_rate:,.0f} tokens/s",
-            plan.training_seconds,
-        ),
+        (f"train {prospect.method}", trained, plan.training_seconds),
         ("bench", f"{plan.bench_questions} other questions, with drafts and without", plan.bench_seconds),
         ("together", "", plan.seconds),
     ]
     title = f"{prospect.target}: a head of {prospect.method}"
     print_table(("step", "what", "minutes"), [(step, what, f"{s / 60:.1f}") for step, what, s in rows], title)
     sys.stdout.flush()
-    passes = zip(prospect.costs.nodes, prospect.costs.verify, strict=True)
-    shown = ", ".join(f"{nodes}: {1e3 * seconds:.1f}" for nodes, seconds in passes if nodes in (1, 4, 8, 16, 32))
-    note(f"milliseconds of a pass of the target over so many nodes: {shown}")
     note("the speed-up is measured after training, by the bench")
     known = named.find(prospect.target)
     if known is not None and known.best in known.heads:
         note(f"{prospect.target} has a head of its own already, which eyas uses without --draft ({known.best})")
-
-
-# --- the steps ----------------------------------------------------------------------------------
 
 
 class Run:
@@ -218,25 +206,30 @@ class Run:
     def __init__(self, job: AccelerateOptions, model: ExactTarget, folder: Path, journal: Journal) -> None:
         self.job = job
         self.models = Models(model)
-        self.folder = folder
-        self.work = folder / "work"
+        self.folder, self.work = folder, folder / "work"
+        self.answers = self.work / "answers.jsonl"
         self.journal = journal
         self.prospect: Prospect  # set by `plan`
 
     def report(self, material: Material) -> dict[str, Any]:
-        """Do the open steps; return the report, with its Markdown as "text"."""
+        """Do the open steps, and write the report; return it, with its Markdown as "text"."""
+        from eyas_lab.bench.report import read_summary
+        from eyas_train.accelerate.journal import made_report, write_report
+
         self.plan(material)
         steps = {"regenerate": self.regenerate, "features": self.features, "train": self.train, "bench": self.bench}
         for name, do in steps.items():
             if not self.journal.is_done(name):
                 with self.journal.step(name):
                     do()
-        return self._written()
+        command_line = shlex.join(["eyas", *sys.argv[1:]])
+        found = made_report(self.prospect, self.journal, read_summary(self.work / "bench"), command_line)
+        return {**found, "text": write_report(self.folder, found)}
 
     def plan(self, material: Material) -> None:
         """Measure and plan, or read the plan; show it."""
         from eyas_train.accelerate.material import write_material
-        from eyas_train.accelerate.prospect import Prospect
+        from eyas_train.accelerate.plan import Prospect
 
         if "prospect" in self.journal:
             self.prospect = Prospect.from_json(self.journal["prospect"])
@@ -248,7 +241,7 @@ class Run:
             asked = material._replace(bench=material.bench[: self.prospect.plan.bench_questions])
             write_material(asked, self.work / "questions.jsonl", self.work / "bench.jsonl")
             measured = {"seconds": round(time.monotonic() - began, 1), "done": True}
-            self.journal.write(prospect=self.prospect.to_json(), steps={"measure": measured})
+            self.journal.write(prospect=asdict(self.prospect), steps={"measure": measured})
         _show(self.prospect)
 
     def regenerate(self) -> None:
@@ -256,12 +249,11 @@ class Run:
         plan, speeds = self.prospect.plan, self.prospect.speeds
         last_answers = speeds.rows * speeds.answer_tokens / speeds.answer_rate  # those that run when no more begin
         seconds = plan.answer_seconds - self.journal.seconds("regenerate") - last_answers
-        answers = self.work / "answers.jsonl"
-        if seconds <= 0 and _lines(answers) >= speeds.rows:
+        if seconds <= 0 and _lines(self.answers) >= speeds.rows:
             return
         job = regenerate.RegenerateOptions(
             data=(str(self.work / "questions.jsonl"),),
-            output=str(answers),
+            output=str(self.answers),
             max_new_tokens=self.prospect.max_new_tokens,
             rows=speeds.rows,
             minutes=max(1.0, seconds) / 60,
@@ -272,43 +264,55 @@ class Run:
         """Write the features of the answers."""
         from eyas_train.accelerate.plan import heldout_share
 
-        answers = self.work / "answers.jsonl"
         job = features.FeatureOptions(
-            data=(str(answers),),
+            data=(str(self.answers),),
             output=str(self.work / "features"),
             method=self.prospect.method,
             max_length=self.prospect.max_length,
-            heldout=heldout_share(_lines(answers)),
-            shard_mib=SHARD_MIB,
+            heldout=heldout_share(_lines(self.answers)),
+            shard_mib=64.0,  # an interrupt loses one shard
             yes=True,  # hours after the command was given nobody is there to be asked
         )
         features.make_features(self.models.for_training(), job, {})
 
     def train(self) -> None:
-        """Train the head in the time that is left."""
+        """Train the head in the time that is left. The bench measures how it drafts."""
         from eyas import drafters
-        from eyas_train.accelerate.plan import EVALUATION_TOKENS
-        from eyas_train.accelerate.training import training_options
         from eyas_train.config import TrainConfig
+
+        if "training" not in self.journal:  # kept, as a run that goes on needs the same options
+            left = 60 * self.job.minutes - self.journal.seconds() - self.prospect.plan.bench_seconds
+            self.journal.write(training=self._training(left))
+        head = train.HeadOptions(
+            features=str(self.work / "features"), output=str(self.folder), method=self.prospect.method
+        )
+        config, options = TrainConfig(**self.journal["training"]["config"]), drafters.find(head.method).Options()
+        train.train_head(self.models.for_training(), head, config, options, prompts=0)
+
+    def _training(self, seconds: float) -> dict[str, Any]:
+        """Return the fields of TrainConfig for a training of so many seconds, and about how many "tokens" it reads."""
+        from eyas_train.accelerate import plan
+        from eyas_train.data import Batches
         from eyas_train.store import FeatureStore
 
-        store, plan, speeds = self.work / "features", self.prospect.plan, self.prospect.speeds
-        if "training" not in self.journal:  # kept, as a run that goes on needs the same options
-            left = 60 * self.job.minutes - self.journal.seconds() - plan.bench_seconds
-            made = training_options(FeatureStore(store), speeds, left, self.prospect.max_length)
-            self.journal.write(training=made)
-        options = self.journal["training"]
-        head = train.HeadOptions(features=str(store), output=str(self.folder), method=self.prospect.method)
-
-        train.train_head(
-            self.models.for_training(),
-            head,
-            TrainConfig(**options["config"]),
-            drafters.find(self.prospect.method).Options(),
-            prompts=options["prompts"],
-            new_tokens=EVALUATION_TOKENS,
-            tree_prompts=0,
-        )
+        store, rate = FeatureStore(self.work / "features"), self.prospect.speeds.train_rate
+        examples, settings = store.data().train, store.settings
+        available = sum(len(example.ids) for example in examples)
+        tokens = int(min(plan.MOST_PASSES * available, max(seconds * rate, available)))
+        batch_tokens = plan.batch_size(tokens, self.prospect.max_length)
+        steps = max(plan.STEPS[0], round(tokens * len(Batches(examples, batch_tokens).plan(0)) / available))
+        config = {
+            "minutes": min(seconds, 1.1 * tokens / rate) / 60,  # by the clock: other programs may begin
+            "batch_tokens": batch_tokens,
+            "max_length": settings.max_length,
+            "heldout": settings.heldout,
+            # by held-out loss at the hidden size of 384 (docs/reference/training.md), less for wider
+            "lr": 1e-3 * min(1.0, 384 / settings.hidden_size),
+            "min_lr_share": 0.02,
+            "eval_every": math.ceil(steps / 3),
+            "save_every": max(1, round(steps * 60 * rate / tokens)),  # a minute
+        }
+        return {"config": config, "tokens": tokens}
 
     def bench(self) -> None:
         """Ask the questions that were kept apart, with drafts and without."""
@@ -329,15 +333,6 @@ class Run:
         asked.prompts = [prompt for prompt in prompts if prompt.id not in unfit]
         with locked_folder(self.work / "bench"):
             bench.run_bench(asked, self.work / "bench", 0, {})
-
-    def _written(self) -> dict[str, Any]:
-        """Write the report; return it with its Markdown."""
-        from eyas_lab.bench.report import read_summary
-        from eyas_train.accelerate.report import made_report, write_report
-
-        command_line = shlex.join(["eyas", *sys.argv[1:]])
-        found = made_report(self.prospect, self.journal, read_summary(self.work / "bench"), command_line)
-        return {**found, "text": write_report(self.folder, found)}
 
 
 def _lines(path: Path) -> int:

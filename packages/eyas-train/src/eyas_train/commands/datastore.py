@@ -16,11 +16,8 @@ from eyas_train.commands._data import check_files, note_problems, reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas_lab.datastore import Settings, Source
+    from eyas_lab.datastore import Source
 
-__all__ = ["COMMANDS"]
-
-WHOLE = 1 << 30  # tokens: documents are not cut
 GROUP = "Heads"
 HELP = "Make a datastore for the method rest."
 EXAMPLES = """
@@ -51,32 +48,24 @@ class BuildOptions:
 
 def build(*, options: BuildOptions) -> None:
     """Turn data into tokens, and sort them."""
-    from eyas import hardware
+    from eyas import hardware, named
     from eyas_lab import datastore
+    from eyas_train._manifest import tokenizer_identity
 
     if not options.data:
         raise UsageError("option --data is missing")
     check_files(options.data)
-    folder = Path(options.output).expanduser()
-    tokenizer = _tokenizer(options)
+    folder, tokenizer = Path(options.output).expanduser(), _tokenizer(options)
+    name, vocab_size = options.tokenizer or options.target or named.EMBEDDED, max(tokenizer.get_vocab().values()) + 1
+    settings = datastore.Settings(tokenizer_identity(tokenizer), name, vocab_size)
     sources = [_source(path, tokenizer, options) for path in options.data]
     with interruptible(lambda: "nothing was written"):
-        made = datastore.build(folder, _settings(tokenizer, options), sources, hardware.versions(), on_stage=note)
+        made = datastore.build(folder, settings, sources, hardware.versions(), on_stage=note)
     count = len(made.sources)
     note(f"{folder} holds {made.tokens:,} tokens of {count} source{'s' * (count != 1)}")
 
 
 COMMANDS = {"build": build}
-
-
-def _settings(tokenizer: PreTrainedTokenizerBase, options: BuildOptions) -> Settings:
-    from eyas import named
-    from eyas_lab.datastore import Settings
-    from eyas_train.store import tokenizer_identity
-
-    name = options.tokenizer or options.target or named.EMBEDDED
-    largest_id = max(tokenizer.get_vocab().values())
-    return Settings(tokenizer_identity(tokenizer), name, largest_id + 1)
 
 
 def _tokenizer(options: BuildOptions) -> PreTrainedTokenizerBase:
@@ -141,7 +130,7 @@ class _MakeReader:
         """Yield the token ids of the documents of each line, or the fault of the line."""
         from eyas_train.data import LineReader, Report
 
-        reader = LineReader(tokenizer, WHOLE, Report())
+        reader = LineReader(tokenizer, 1 << 30, Report())  # documents are not cut
         for where, raw in lines:
             try:
                 yield [example.ids for _, example in reader.examples_of(raw, self.is_chat)]

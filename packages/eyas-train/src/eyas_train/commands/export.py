@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from eyas.cli.tools import AS_JSON, option_group, quiet
 from eyas.errors import InputError, first_line
-from eyas_train.commands._targets import recorded_target, training_record
+from eyas_train.commands._data import recorded_target, training_record
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
+import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,8 +20,8 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli.tools import (
+    FeatureTarget,
     Interrupted,
-    ProgressBar,
     TrainMethodOptions,
     UsageError,
     interruptible,
@@ -30,15 +32,16 @@ from eyas.cli.tools import (
     progress_bar,
     spread,
 )
-from eyas.errors import InputError, OptionError
-from eyas.locks import locked_output
+from eyas.errors import EyasError, InputError, OptionError
+from eyas.locks import locked_output, prepare_folder
 from eyas_lab.folders import check_output_folder
-from eyas_train.commands._data import check_files, read_data
-from eyas_train.commands._targets import FeatureTarget, load_target
+from eyas_train.commands._data import check_files, load_target, read_data
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas_train.store import FeatureStore, Manifest
+    from eyas.core.target import Target
+    from eyas_train._manifest import Manifest
+    from eyas_train.store import FeatureStore
 
 GROUP = "Heads"
 LARGE_GIB = 10.0
@@ -52,7 +55,6 @@ eyas features --output FEATURES --verify  # compare every checksum
 """
 NOTES = ("After an interruption whole shards stay and can be trained from; the same command makes the rest.",)
 AT_LEAST_3 = Parameter(validator=Number(gte=3))
-HIDDEN = Parameter(show=False)
 
 
 @option_group
@@ -87,26 +89,16 @@ class FeatureOptions:
     (docs/guide/scale.md). Default: one per device."""
     part: Annotated[str, "Machine", "K/N"] = "1/1"
     """Make every N-th shard only, from the K-th on."""
-    only: Annotated[str | None, HIDDEN] = None
-    """Shards of a worker process."""
-    of: Annotated[int | None, HIDDEN] = None
-    """The process that began this worker."""
 
 
-def command(
-    *,
-    job: FeatureOptions,
-    model: FeatureTarget,
-    options: TrainMethodOptions,
-    arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
-) -> None:
+def command(*, job: FeatureOptions, model: FeatureTarget, options: TrainMethodOptions) -> None:
     """Write a target's features to disk, to train heads from."""
+    from eyas_train.features import write_features
     from eyas_train.store import FeatureStore
-    from eyas_train.workers import Workers
 
     folder = Path(job.output).expanduser()
     devices = model.device.split(",")
-    on_ray = job.workers is not None and not job.only and on_cluster()
+    on_ray = job.workers is not None and on_cluster()
     if on_ray and len(devices) > 1:
         raise UsageError("on a cluster --workers says how many processes there are: pass one --device, or none")
     if job.verify:
@@ -117,40 +109,33 @@ def command(
     check_files(job.data)
     first, step = _part(job.part)
     part = f"{first + 1}-{step}"
-    if not job.only:  # workers begin at once: their locks would refuse each other
-        check_output_folder(folder, part)
+    check_output_folder(folder, part)
     llm = load_target(model, devices[0])
-    store = FeatureStore(folder) if job.only else _plan(llm, folder, job, options, (first, step))
-    with nullcontext() if job.only else locked_output(folder, part):
-        shards = [int(i) for i in job.only.split(",")] if job.only else range(first, len(store.manifest.shards), step)
-        todo = sorted(set(store.missing()) & set(shards))
+    store = _plan(llm, folder, job, options, (first, step))
+    with locked_output(folder, part):
+        todo = [shard for shard in store.missing() if shard % step == first]
         count = min(job.workers or len(devices), max(1, len(todo)))
-        with _resumable(store):
-            if on_ray:
-                del llm
-                _free_memory()
-                with _progress(store, todo) as bar:
-                    for shard in spread(
-                        todo, MakeWriter(model, folder.absolute(), job.batch_tokens), count, model.device
-                    ):
-                        bar.advance(store.manifest.shards[shard].tokens)
-            elif count == 1:
-                _make(llm, store, todo, job)
+        with _resumable(store), _progress(store, todo) as bar:
+            if count == 1 and not on_ray:
+                write_features(store, llm.target, todo, job.batch_tokens, bar.advance)
             else:
                 del llm  # each worker loads its own
                 _free_memory()
-                with tempfile.TemporaryDirectory() as notes, _progress(store, todo) as bar:
-                    Workers(store, todo, count, devices, arguments, Path(notes)).run(bar.advance)
-        if not job.only:
-            _report(store)
+                maker = MakeWriter(model, folder.absolute(), job.batch_tokens)
+                made = spread(todo, maker, count, model.device) if on_ray else _divided(store, todo, maker, count)
+                for shard in made:
+                    bar.advance(store.manifest.shards[shard].tokens)
+    _report(store)
 
 
 def make_features(llm: LLM, job: FeatureOptions, options: dict[str, Any]) -> FeatureStore:
     """Make all features in this process, with a target that is loaded."""
+    from eyas_train.features import write_features
+
     folder = Path(job.output).expanduser()
     store = _plan(llm, folder, job, options, (0, 1))
-    with locked_output(folder, part="1-1"), _resumable(store):
-        _make(llm, store, store.missing(), job)
+    with locked_output(folder, part="1-1"), _resumable(store), _progress(store, store.missing()) as bar:
+        write_features(store, llm.target, store.missing(), job.batch_tokens, bar.advance)
     _report(store)
     return store
 
@@ -161,8 +146,6 @@ def _resumable(store: FeatureStore) -> AbstractContextManager[None]:
 
 def _free_memory() -> None:
     """Give the target's memory back, on an accelerator too."""
-    import gc
-
     import torch
 
     gc.collect()  # its modules point at each other
@@ -183,27 +166,69 @@ def _part(text: str) -> tuple[int, int]:
 def _plan(llm: LLM, folder: Path, job: FeatureOptions, options: dict[str, Any], part: tuple[int, int]) -> FeatureStore:
     """Return the store to be filled: begun here, or one that this command began earlier. Tells how
     much space it takes, and asks."""
-    from eyas.targets.fingerprints import has_fingerprint
-    from eyas_train.feature_plan import chosen_layers, feature_settings, open_or_plan
+    from eyas.hardware import versions
+    from eyas.targets.fingerprints import fingerprint, has_fingerprint
+    from eyas.text.sources import as_file
+    from eyas_train._manifest import MANIFEST_FILE, FeatureSettings, plan_store, tokenizer_identity
+    from eyas_train.data import data_hash
+    from eyas_train.store import FeatureStore
 
     need_tokenizer(llm)
-    settings = feature_settings(
-        llm.target,
-        llm.tokenizer,
-        job.data,
-        chosen_layers(llm.target, job.layers, job.method.split(","), options),
+    target, (first, step) = llm.target, part
+    dtype = str(target.dtype).removeprefix("torch.")
+    hashes = [{"name": as_file(path).name, "sha256": data_hash(path)} for path in job.data]
+    settings = FeatureSettings(
+        target={"name": target.name, "fingerprint": fingerprint(target), "dtype": dtype},
+        tokenizer=tokenizer_identity(llm.tokenizer),  # type: ignore[arg-type]
+        layers=_layers(target, job, options),
+        hidden_size=target.hidden_size,
         dtype=job.store_dtype,
-        max_length=job.max_length,
+        data={"files": hashes, "sha256": data_hash(job.data)},
+        max_length=min(job.max_length, target.context),
         heldout=job.heldout,
         shard_bytes=int(job.shard_mib * 2**20),
     )
-    first, step = part
+    if (folder / MANIFEST_FILE).exists():
+        store = FeatureStore(folder)
+        if other := store.settings.differences(settings, functools.partial(has_fingerprint, target)):
+            raise OptionError(
+                f"{folder} was begun with other settings: {'; '.join(other)}; repeat the old ones, or use another folder"
+            )
+        _agree(store.manifest, folder, job, [i for i in store.missing() if i % step == first])
+        return store
+    planned = plan_store(settings, read_data(llm, job.data, job.max_length, job.heldout), versions())
+    _agree(planned.manifest, folder, job, range(first, len(planned.manifest.shards), step))
+    prepare_folder(folder)
+    with locked_output(folder, part="plan"):
+        if (folder / MANIFEST_FILE).exists():
+            raise InputError(f"another process began {folder} meanwhile: run the same command again, it goes on there")
+        planned.write(folder)
+    return FeatureStore(folder)
 
-    def agree(manifest: Manifest, missing: Sequence[int]) -> None:
-        _agree(manifest, folder, job, [i for i in missing if i % step == first])
 
-    data = functools.partial(read_data, llm, job.data, job.max_length, job.heldout)
-    return open_or_plan(folder, settings, data, functools.partial(has_fingerprint, llm.target), agree)
+def _layers(target: Target, job: FeatureOptions, options: dict[str, Any]) -> tuple[int, ...]:
+    """Return the layers of --layers, or the layers that the methods with these options read in training."""
+    from eyas import drafters
+    from eyas.core.options import build_options, option_defaults
+    from eyas_train.features import layers_for_training
+
+    if job.layers:
+        try:
+            numbers = sorted({int(part) for part in job.layers.split(",")})
+        except ValueError:
+            raise OptionError(
+                f"--layers are whole numbers separated by commas, like 2,8,13,16; got {job.layers!r}"
+            ) from None
+        if not 0 <= numbers[0] <= numbers[-1] <= target.num_layers:
+            raise OptionError(
+                f"--layers are from 0 to {target.num_layers}, the output of this target's final norm; got {job.layers!r}"
+            )
+        return tuple(numbers)
+    kinds = [drafters.find(name) for name in job.method.split(",")]
+    known = {kind: option_defaults(kind.Options) for kind in kinds}
+    unknown = options.keys() - {name for names in known.values() for name in names}  # refused by any method
+    chosen = {kind: {n: v for n, v in options.items() if n in names or n in unknown} for kind, names in known.items()}
+    return layers_for_training(target, [(kind, build_options(kind.Options, chosen[kind])) for kind in kinds])
 
 
 def _agree(manifest: Manifest, folder: Path, job: FeatureOptions, shards: Sequence[int]) -> None:
@@ -237,32 +262,18 @@ def _on_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-# --- the work -----------------------------------------------------------------------------------
-
-
-def _make(llm: LLM, store: FeatureStore, todo: Sequence[int], job: FeatureOptions) -> None:
-    """Make these shards in this process."""
-    from eyas_train.features import write_features
-
-    with _progress(store, todo, hidden=bool(job.only)) as bar:
-
-        def on_batch(tokens: int) -> None:
-            bar.advance(tokens)
-            if job.of not in (None, os.getppid()):
-                raise Interrupted("the process that began this one is gone")
-
-        write_features(store, llm.target, todo, job.batch_tokens, on_batch)
+# --- processes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MakeWriter:
-    """Loads the target in a worker of Ray's, which sees the folder."""
+    """Loads the target in another process, which sees the folder."""
 
     model: FeatureTarget
     folder: Path
     batch_tokens: int
 
-    def __call__(self) -> Callable[[Sequence[int]], Iterator[int]]:
+    def __call__(self) -> Callable[[Iterable[int]], Iterator[int]]:
         """Return the function that makes shards, and yields the number of each."""
         from eyas_train.features import write_features
         from eyas_train.store import FeatureStore
@@ -271,18 +282,78 @@ class MakeWriter:
         store = FeatureStore(self.folder)
         store.check(llm.target, llm.tokenizer)
 
-        def write(shards: Sequence[int]) -> Iterator[int]:
+        def write(shards: Iterable[int]) -> Iterator[int]:
             for shard in shards:
                 if store.fault(shard):  # otherwise a worker that was lost has made it
-                    write_features(store, llm.target, [shard], self.batch_tokens)
+                    write_features(store, llm.target, [shard], self.batch_tokens, lambda _: _end_without_parent())
                 yield shard
 
         return write
 
 
-def _progress(store: FeatureStore, shards: Sequence[int], hidden: bool = False) -> AbstractContextManager[ProgressBar]:
-    tokens = sum(store.manifest.shards[i].tokens for i in shards)
-    return progress_bar("features", tokens, "tokens", hidden)
+def _divided(store: FeatureStore, todo: Sequence[int], maker: MakeWriter, count: int) -> Iterator[int]:
+    """Yield these shards as they are made by processes of this machine. Raise EyasError when one failed; the others end
+    their work first."""
+    context, devices = multiprocessing.get_context("spawn"), maker.model.device.split(",")
+    said, threads = context.SimpleQueue(), max(1, (os.cpu_count() or 1) // count)
+    makers = [replace(maker, model=replace(maker.model, device=devices[k % len(devices)])) for k in range(count)]
+    processes = [
+        context.Process(target=_work, args=(k, makers[k], todo[k::count], threads, said), daemon=True)
+        for k in range(count)
+    ]
+    missing, reasons = list(todo), dict[int, str]()
+    try:
+        for process in processes:
+            process.start()
+        running = True
+        while running:
+            running = any(process.is_alive() for process in processes)
+            while not said.empty():
+                reasons.update([said.get()])
+            for shard in [i for i in missing if not store.fault(i)]:
+                missing.remove(shard)
+                yield shard
+            time.sleep(0.2 * running)
+    finally:
+        for process in processes:
+            process.terminate()
+    for k, process in enumerate(processes):
+        if code := process.exitcode:
+            reason = reasons.get(k) or (f"ended by signal {-code}" if code < 0 else f"ended with status {code}")
+            raise EyasError(
+                f"worker {k + 1} of {count}: {reason}; {store.progress()} are whole. Run the same command again, it goes on"
+            )
+
+
+def _work(number: int, maker: MakeWriter, shards: Sequence[int], threads: int, said: Any) -> None:
+    """Make shards in a process of `_divided`. An interrupt leaves no part of one."""
+    import signal
+
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if maker.model.device in ("cpu", "auto") and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
+    try:
+        for _ in maker()(shards):
+            pass
+    except EyasError as error:
+        said.put((number, str(error)))
+        sys.exit(2)
+
+
+def _end_without_parent() -> None:
+    """End this process if it is a worker whose parent is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise Interrupted("the process that began this one is gone")
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def _progress(store: FeatureStore, shards: Sequence[int]) -> AbstractContextManager[Any]:
+    return progress_bar("features", sum(store.manifest.shards[i].tokens for i in shards), "tokens")
 
 
 def _report(store: FeatureStore) -> None:
@@ -294,8 +365,7 @@ def _report(store: FeatureStore) -> None:
 
 
 def _verify(store: FeatureStore) -> None:
-    total = sum(shard.bytes for shard in store.manifest.shards)
-    with progress_bar("features", total, "bytes") as bar:
+    with progress_bar("features", sum(shard.bytes for shard in store.manifest.shards), "bytes") as bar:
         problems = store.verify(bar.advance)
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,15 +12,14 @@ from cyclopts import Parameter
 
 from eyas.cli.tools import AS_JSON, note, option_group
 from eyas.errors import EyasError, InputError, first_line
-from eyas_train.commands._card import HUB_ID, model_card
-from eyas_train.commands._targets import recorded_target, training_record
+from eyas_train.card import HUB_ID, model_card
+from eyas_train.commands._data import recorded_target, training_record
 
 if TYPE_CHECKING:
     from eyas.checkpoints import Weights
 
 GROUP = "Heads"
-KEPT = ("config.json", "training.json", "log.jsonl")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*_lm_head.pt")
+SENT = ("config.json", "training.json", "log.jsonl", "*.safetensors", "*.bin", "*.index.json", "*_lm_head.pt")
 EXAMPLES = """
 eyas push HEAD me/my-head  # shows the files and the model card, and sends nothing
 eyas push HEAD me/my-head --yes --license apache-2.0  # sends them
@@ -67,8 +65,8 @@ def command(
     if not HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is not a hub id: give OWNER/NAME")
     weights = checkpoints.load(folder)
-    with ExitStack() as stack:
-        parcel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as place:
+        parcel = Path(place)
         card = _fill(parcel, folder, weights, repo, job)
         paths = [path for path in sorted(parcel.rglob("*")) if path.is_file()]
         files = {path.relative_to(parcel).as_posix(): path.stat().st_size for path in paths}
@@ -85,7 +83,7 @@ def _fill(parcel: Path, folder: Path, weights: Weights, repo: str, job: PushOpti
     """Put the files to send into a folder; return the card."""
     from eyas_train.custom_generate import write_custom_generate
 
-    for pattern in (*KEPT, *WEIGHTS):
+    for pattern in SENT:
         for path in folder.glob(pattern):
             shutil.copy(path, parcel / path.name)
     write_custom_generate(parcel)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +20,10 @@ from eyas.cli.tools import (
     SamplingOptions,
     TargetOptions,
     UsageError,
+    differences,
     interruptible,
     load,
+    need_tokenizer,
     note,
     note_no_head,
     option_group,
@@ -29,14 +31,15 @@ from eyas.cli.tools import (
     sampling_of,
     spread,
 )
-from eyas.errors import InputError
+from eyas.errors import InputError, OptionError
 from eyas_train.commands._data import check_files
-from eyas_train.commands._replies import MakeReplier, Replier, ReplyOptions, tokens_of
 
 if TYPE_CHECKING:
     from eyas.api import LLM
-    from eyas_train.commands._replies import Replies, Reply
-    from eyas_train.regenerate import Conversation, DataLine, Regenerated, Skipped
+    from eyas_train.regenerate import Conversation, DataLine, Regenerated
+
+    Reply = tuple[Regenerated, Mapping[str, Any]]  # and what a line says about who has answered
+    Replies = Callable[[Iterable[Conversation], int, Callable[[int], None]], Iterator[Reply]]
 
 GROUP = "Heads"
 SHOWN_PROBLEMS = 20
@@ -95,31 +98,24 @@ def command(
     options: MethodOptions,
 ) -> None:
     """Let the target answer the data's questions itself."""
-    keywords = sampling_of(sampling)
-    if job.workers is None:
+    keywords, workers = sampling_of(sampling), job.workers
+    if workers is None:
         answer_data(job, keywords, lambda: load(model, draft, options), lambda llm: note_no_head(llm, model, draft))
         return
     if job.minutes is not None:
         raise UsageError("--minutes goes with one process: leave --workers out")
-    _check(job)
-    with _outputs(job) as (results, dropped):
-        run = _Run(results, dropped, job)
-        maker = MakeReplier(model, draft, options, keywords, reply_options(job), results.first)
-        run.answer(partial(_spread_replies, maker, job.workers, model.device))
 
+    def by_workers(results: Results) -> Replies:
+        maker = MakeReplier(model, draft, options, keywords, job, results.first)
 
-def _spread_replies(
-    maker: MakeReplier,
-    workers: int,
-    device: str,
-    conversations: Iterable[Conversation],
-    total: int,
-    on_step: Callable[[int], None],
-) -> Iterator[Reply]:
-    """Yield the outcomes of conversations by workers."""
-    for outcome, by in spread(list(conversations), maker, workers, device):
-        on_step(tokens_of(outcome))
-        yield outcome, by
+        def replies(conversations: Iterable[Conversation], _: int, on_step: Callable[[int], None]) -> Iterator[Reply]:
+            for outcome, by in spread(list(conversations), maker, workers, model.device):
+                on_step(sum(outcome.tokens))
+                yield outcome, by
+
+        return replies
+
+    _answer(job, by_workers)
 
 
 def answer_data(
@@ -127,39 +123,26 @@ def answer_data(
     sampling: dict[str, Any],
     load_llm: Callable[[], LLM],
     on_valid: Callable[[LLM], None] = lambda llm: None,
-) -> dict[str, int]:
-    """Answer the data's questions and return the counts.
+) -> None:
+    """Answer the data's questions in this process.
 
     Args:
         sampling: the keywords of `Sampling`.
         load_llm: loads the target, or returns one that is there; called when the files are open.
         on_valid: called when nothing is wrong with the output, before the first answer.
     """
-    _check(job)
-    with _outputs(job) as (results, dropped):
-        replier = Replier(load_llm(), sampling, reply_options(job))
+
+    def here(results: Results) -> Replies:
+        replier = Replier(load_llm(), sampling, job)
         replier.check_same(results.first, str(results.path))
         on_valid(replier.llm)
-        run = _Run(results, dropped, job)
-        run.answer(replier.replies)
-        return run.counts
+        return replier.replies
+
+    _answer(job, here)
 
 
-def reply_options(job: RegenerateOptions) -> ReplyOptions:
-    """Return the options of the command that concern a reply."""
-    return ReplyOptions(job.max_new_tokens, job.last_only, job.drop_cut, job.rows)
-
-
-@contextmanager
-def _outputs(job: RegenerateOptions) -> Iterator[tuple[Results, Results | None]]:
-    """Open the file of the conversations, and the file of the dropped ones."""
-    with ExitStack() as files:
-        results = files.enter_context(Results(job.output, ("key",), "messages"))
-        dropped = files.enter_context(Results(f"{job.output}.dropped", ("key",), "reason")) if job.drop_cut else None
-        yield results, dropped
-
-
-def _check(job: RegenerateOptions) -> None:
+def _answer(job: RegenerateOptions, make: Callable[[Results], Replies]) -> None:
+    """Answer the data's questions; `make` is called when the file of the conversations is open."""
     from eyas.text.sources import as_file
 
     check_files(job.data)
@@ -167,6 +150,86 @@ def _check(job: RegenerateOptions) -> None:
     for file in map(as_file, job.data):
         if isinstance(file, Path) and output.exists() and file.samefile(output):
             raise UsageError("--output would write into a file that --data reads: give it another name")
+    with ExitStack() as files:
+        results = files.enter_context(Results(job.output, ("key",), "messages"))
+        dropped = files.enter_context(Results(f"{job.output}.dropped", ("key",), "reason")) if job.drop_cut else None
+        _Run(results, dropped, job).answer(make(results))
+
+
+class Replier:
+    """Answers conversations with a model, in this process or in a worker.
+
+    Args:
+        sampling: the keywords of `Sampling`.
+    """
+
+    def __init__(self, llm: LLM, sampling: Mapping[str, Any], job: RegenerateOptions) -> None:
+        from eyas.core.sampling import Sampling
+        from eyas.targets.fingerprints import fingerprint
+        from eyas_train.regenerate import GenerationSettings
+
+        need_tokenizer(llm)
+        self.llm = llm
+        self.rows = job.rows or (8 if llm.target.device.type == "cpu" else 16)
+        own = {"max_new_tokens": job.max_new_tokens, "last_only": job.last_only, "drop_cut": job.drop_cut}
+        self.config = GenerationSettings(Sampling(**sampling), **own)  # type: ignore[arg-type]
+        self.settings = {**sampling, **own, **asdict(llm.target.runner.weight_format)}
+        self.by = {"target": llm.target.name, "fingerprint": fingerprint(llm.target), **self.settings}
+
+    def check_same(self, first: Mapping[str, Any], path: str) -> None:
+        """Raise OptionError if the first conversation of a file was answered by another target or with other
+        settings."""
+        from eyas.targets.fingerprints import has_fingerprint
+
+        there = first.get("by")
+        other, recorded = differences(there, self.settings), there if isinstance(there, dict) else {}
+        if there and not has_fingerprint(self.llm.target, str(recorded.get("fingerprint", ""))):
+            other.insert(0, f"target {recorded.get('target', there)!r} there, {self.llm.target.name!r} now")
+        if other:
+            raise OptionError(f"{path} holds answers made with other settings: {'; '.join(other)}; use another file")
+
+    def replies(
+        self, conversations: Iterable[Conversation], total: int, on_step: Callable[[int], None]
+    ) -> Iterator[Reply]:
+        """Yield the outcomes of conversations, `total` of them, in the order in which they end. `on_step` is told the
+        tokens of each cycle."""
+        from eyas.core.dormant import with_policy
+        from eyas_train.regenerate import regenerate
+
+        llm, rows = self.llm, min(self.rows, max(1, total))
+        assert llm.tokenizer is not None
+        drafter = with_policy(llm.drafter, llm.policy)
+        for outcome in regenerate(drafter, llm.tokenizer, llm.eos, conversations, self.config, rows, on_step):
+            yield outcome, self.by
+
+    def __call__(self, conversations: Sequence[Conversation]) -> Iterator[Reply]:
+        """Yield the outcomes of conversations in their own order, as a worker does."""
+        replies = self.replies(conversations, len(conversations), lambda tokens: None)
+        answered = {id(outcome.conversation): (outcome, by) for outcome, by in replies}
+        return (answered[id(conversation)] for conversation in conversations)
+
+
+@dataclass(frozen=True)
+class MakeReplier:
+    """Loads the model in a worker.
+
+    Attributes:
+        first: the first conversation that is there already; it must have been answered in the same way.
+    """
+
+    model: TargetOptions
+    draft: DraftOptions
+    options: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    job: RegenerateOptions
+    first: Mapping[str, Any]
+
+    def __call__(self) -> Replier:
+        """Return the function that answers conversations. Raise EyasError if the options do not fit, or other
+        answers are there."""
+        replier = Replier(load(self.model, self.draft, self.options), self.sampling, self.job)
+        replier.check_same(self.first, "the output")
+        return replier
 
 
 class _Run(FileRun):
@@ -185,10 +248,6 @@ class _Run(FileRun):
 
         return tokens_per_second(self.counts["tokens"], time.monotonic() - self.began)
 
-    def is_late(self) -> bool:
-        """Return whether no further conversation may begin."""
-        return self.job.minutes is not None and time.monotonic() - self.began > 60 * self.job.minutes
-
     def answer(self, replies: Replies) -> None:
         """Answer the conversations that have no answer yet.
 
@@ -196,10 +255,7 @@ class _Run(FileRun):
             replies: from conversations, their number, and a function that is told the tokens of each cycle, to
                 outcomes.
         """
-        from eyas_train.regenerate import Regenerated
-
-        counts = self.counts
-        todo = self._todo()
+        counts, todo = self.counts, self._todo()
         with interruptible(self.kept), progress_bar("answering", len(todo)) as bar:
             self.began = time.monotonic()
 
@@ -209,10 +265,7 @@ class _Run(FileRun):
                 bar.show(done, f"{self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}")
 
             for outcome, by in replies(self._conversations(todo), len(todo), on_step):
-                if isinstance(outcome, Regenerated):
-                    self._write(outcome, by)
-                else:
-                    self._pass_over(outcome)
+                self._write(outcome, by)
         self._report()
 
     def _todo(self) -> set[str]:
@@ -235,33 +288,39 @@ class _Run(FileRun):
         return self.results.holds(line) or (self.dropped is not None and self.dropped.holds(line))
 
     def _conversations(self, todo: set[str]) -> Iterator[Conversation]:
+        """Yield the conversations that have no answer yet, until the minutes are over."""
         from eyas_train.regenerate import GenerationSettings, parse_conversation, read_lines
 
-        settings = GenerationSettings(last_only=self.job.last_only)
-        remaining = set(todo)
+        settings, limit = GenerationSettings(last_only=self.job.last_only), self.job.minutes
         for line in read_lines(self.job.data):
-            if line.key["key"] not in remaining:
-                continue
-            if self.is_late():
+            key = str(line.key["key"])
+            if not todo or (limit is not None and time.monotonic() - self.began > 60 * limit):
                 return
-            remaining.discard(str(line.key["key"]))
-            try:
-                yield parse_conversation(line, settings)
-            except InputError as error:
-                self._reject(f"{line.where}: {error}")
-            if not remaining:
-                return
+            if key in todo:
+                todo.discard(key)
+                try:
+                    yield parse_conversation(line, settings)
+                except InputError as error:
+                    self._reject(f"{line.where}: {error}")
 
     def _write(self, answered: Regenerated, by: Mapping[str, Any]) -> None:
         conversation, counts = answered.conversation, self.counts
+        line = conversation.line
+        if not answered.finish:
+            if answered.dropped and self.dropped is not None:
+                self.dropped.write({**line.key, "source": line.where, "reason": answered.ended})
+                counts["dropped"] += 1
+            else:
+                self._reject(f"{line.where}: {answered.ended}")
+            return
         fields = {
-            **conversation.line.key,
+            **line.key,
             "id": conversation.id,
-            "source": conversation.line.where,
+            "source": line.where,
             **conversation.template,
             "messages": answered.messages,
             "finish": list(answered.finish),
-            "tokens": list(answered.tokens),
+            "tokens": list(answered.tokens[: len(answered.finish)]),
             "ended": answered.ended,
             "by": by,
         }
@@ -273,14 +332,6 @@ class _Run(FileRun):
         counts["shortened"] += bool(answered.ended)
         self.emitted += answered.emitted
         self.cycles += answered.cycles
-
-    def _pass_over(self, unanswered: Skipped) -> None:
-        line = unanswered.conversation.line
-        if unanswered.dropped and self.dropped is not None:
-            self.dropped.write({**line.key, "source": line.where, "reason": unanswered.reason})
-            self.counts["dropped"] += 1
-        else:
-            self._reject(f"{line.where}: {unanswered.reason}")
 
     def _reject(self, problem: str) -> None:
         self.counts["bad"] += 1

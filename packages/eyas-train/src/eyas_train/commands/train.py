@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from cyclopts.types import PositiveFloat, PositiveInt
 from eyas import elsewhere
 from eyas.cli.tools import (
     ConfigOptions,
+    FeatureTarget,
     Here,
     Interrupted,
     TrainMethodOptions,
@@ -35,8 +37,7 @@ from eyas.cli.tools import (
 )
 from eyas.errors import EyasError, OptionError
 from eyas_lab.folders import check_output_folder
-from eyas_train.commands._data import check_source, training_data, training_options
-from eyas_train.commands._targets import FeatureTarget, check_exact, load_target
+from eyas_train.commands._data import check_exact, check_source, load_target, training_data, training_options
 
 if TYPE_CHECKING:
     from eyas.api import LLM
@@ -44,11 +45,9 @@ if TYPE_CHECKING:
     from eyas_train.config import TrainConfig
     from eyas_train.data import Data, FeatureReader
     from eyas_train.loop import TrainResult
+    from eyas_train.reporter import OnProgress, Progress
 
 GROUP = "Heads"
-# How long another process waits with its error: the first process mostly finds the same, reports it, and torchrun
-# then ends the others.
-GRACE_SECONDS = 3.0
 EXAMPLES = """
 eyas train --target MODEL --data chat.jsonl --output HEAD  # one epoch of eagle3
 eyas train ... --data chat.jsonl --data novels.txt --epochs 3 --lr 3e-4  # several files, longer
@@ -117,7 +116,7 @@ def command(*, head: HeadOptions, training: TrainingOptions, model: FeatureTarge
     except EyasError as error:
         if not rank:
             raise
-        time.sleep(GRACE_SECONDS)
+        time.sleep(3)  # the first process mostly finds the same, reports it, and torchrun then ends the others
         raise EyasError(f"process {rank}: {error}") from error
 
 
@@ -141,37 +140,28 @@ class _Loop:
 def _train_with_workers(
     head: HeadOptions, training: dict[str, Any], model: FeatureTarget, options: dict[str, Any]
 ) -> None:
+    from eyas_train.config import TrainConfig
+
+    workers, folder = head.workers, Path(head.output).expanduser().absolute()  # Ray's processes begin in other folders
+    assert workers is not None
     if head.restart:
         raise UsageError(
             "a training that Ray begins again must go on: leave --restart out, and empty --output yourself"
         )
-    assert head.workers is not None
-    _check_numbers(head, training)
+    if (least := head.min_workers or workers) > workers:
+        raise UsageError(f"--min-workers {least} is more than --workers {workers}")
+    config = TrainConfig(**training_options(head.features, training))
+    for count in range(least, workers + 1):  # before any of them is started
+        config.check_processes(count)
     need_packages("train --workers", "ray", "ray")
     ray, ray_training = elsewhere.part("workers", "train --workers"), elsewhere.part("training", "train --workers")
-
-    folder = str(Path(head.output).expanduser().absolute())  # Ray's processes begin in other folders
-    head = replace(head, output=folder)
-    assert head.workers is not None
-    share = ray.Workers(head.workers, cpus=cores_for(head.workers), gpus=float(wants_gpu(model.device)))
-    loop = Here(_Loop(head, dict(training), model, dict(options)))
+    share = ray.Workers(workers, cpus=cores_for(workers), gpus=float(wants_gpu(model.device)))
+    loop = Here(_Loop(replace(head, output=str(folder)), dict(training), model, dict(options)))
     with interruptible(lambda: "the same command goes on from the state that was saved last"):
-        stopped = ray_training.train_with(loop, share, Path(folder), head.min_workers)
+        stopped = ray_training.train_with(loop, share, folder, head.min_workers)
     if stopped is not None:
         raise Interrupted(stopped)
-    note(f"the head is in {head.output}")
-
-
-def _check_numbers(head: HeadOptions, training: dict[str, Any]) -> None:
-    """Refuse numbers of processes that cannot share the batches of a step, before any of them is started."""
-    from eyas_train.config import TrainConfig
-
-    assert head.workers is not None
-    if head.min_workers is not None and head.min_workers > head.workers:
-        raise UsageError(f"--min-workers {head.min_workers} is more than --workers {head.workers}")
-    config = TrainConfig(**training_options(head.features, training))
-    for count in range(head.min_workers or head.workers, head.workers + 1):
-        config.check_processes(count)
+    note(f"the head is in {folder}")
 
 
 def _train(
@@ -184,7 +174,7 @@ def _train(
     from eyas.core.options import build_options
     from eyas_train.config import TrainConfig
     from eyas_train.dist import world_size
-    from eyas_train.trackers import check_trackers
+    from eyas_train.reporter import check_trackers
 
     check_exact(model)
     check_source(head.data, head.features)
@@ -197,22 +187,8 @@ def _train(
     method_options = build_options(kind.Options, options)
     if _rank() == 0:
         check_output_folder(Path(head.output).expanduser())
-    llm = _load_shared(model) if config.share_target else load_target(model, _device(model.device))
+    llm = load_target(model, _device(model.device))
     train_head(llm, head, config, method_options, verbose=model.verbose, stop=stop)
-
-
-def _load_shared(model: FeatureTarget) -> LLM:
-    """Return the target whose layers are divided among the processes. It is loaded into the CPU's memory."""
-    import torch
-
-    from eyas.targets.loading import pick_device
-    from eyas_train.shared_target import share_layers
-
-    device = torch.device(pick_device(_device(model.device)))
-    dtype = "bfloat16" if model.dtype == "auto" and device.type == "cuda" else model.dtype
-    llm = load_target(replace(model, dtype=dtype), "cpu")
-    share_layers(llm.target, device)
-    return llm
 
 
 def train_head(
@@ -232,18 +208,17 @@ def train_head(
         stop: as for `loop.train`.
         evaluation: arguments of `chain_figures`, where its defaults do not suit.
     """
-    from eyas_train import alpha, progress
+    from eyas_train import alpha
     from eyas_train.loop import train
     from eyas_train.start import fit_start
     from eyas_train.state import saved_states
     from eyas_train.store import StoredExamples
 
-    kind = _trainable_method(head.method)
+    folder = Path(head.output).expanduser()
     if config.max_length > llm.target.context:
         note(f"max_length is {config.max_length}, the target's context {llm.target.context}: examples are cut there")
     data, about = training_data(llm, head.data, head.features, config, int(head.features_cache * 2**30))
-    drafter = _drafter(kind, llm, head.init, options, data, config)
-    folder = Path(head.output).expanduser()
+    drafter = _drafter(_trainable_method(head.method), llm, head.init, options, data, config)
     if head.init is None and (head.restart or not saved_states(folder)):
         with progress_bar("fitting the first weights", unit="tokens", hidden=_rank() > 0) as bar:
             fit = fit_start(
@@ -253,7 +228,7 @@ def train_head(
             note(fit)
     if isinstance(data.train, StoredExamples):
         data.train.store.check_layers(drafter.train_feature_layers)
-    with progress.bar() as show, quiet(verbose):
+    with _progress() as show, quiet(verbose):
         outcome = train(
             drafter,
             data.train,
@@ -261,7 +236,7 @@ def train_head(
             config,
             head.output,
             resume=not head.restart,
-            evaluate=None if config.share_target else alpha.chain_figures(data.heldout, llm.eos, **evaluation),
+            evaluate=alpha.chain_figures(data.heldout, llm.eos, **evaluation),
             progress=show,
             about=about,
             stop=stop,
@@ -269,6 +244,28 @@ def train_head(
         )
     _report(outcome, head.output, config)
     return outcome
+
+
+@contextmanager
+def _progress() -> Iterator[OnProgress]:
+    """Show a bar with steps, loss, held-out figures and speed; without a terminal, a line every half minute."""
+    from eyas_train.reporter import figures_text
+
+    told = 0.0
+    with progress_bar("training", hidden=_rank() > 0) as bar:
+
+        def show(now: Progress) -> None:
+            nonlocal told
+            heldout = f"  | held-out {figures_text(now.heldout)}" if now.heldout else ""
+            text = f"{figures_text(now.figures)}  {now.tokens_per_second:,.0f} tok/s{heldout}"
+            bar.show(now.step, text, total=now.steps)
+            line = now.note
+            if not line and not sys.stderr.isatty() and (time.monotonic() - told > 30 or now.step == now.steps):
+                told, line = time.monotonic(), f"step {now.step}/{now.steps}  {text}"
+            if line:
+                note(line)
+
+        yield show
 
 
 def _rank() -> int:
@@ -303,7 +300,7 @@ def _drafter(
     """Return the head of --init, or else a new one that fits the data."""
     from eyas import checkpoints
     from eyas.drafters.tools import EagleMethod
-    from eyas_train.vocab import count_tokens
+    from eyas_train.new_heads import count_tokens
 
     if init is None:
         counts = count_tokens(data.train, llm.target.vocab_size)
@@ -329,7 +326,7 @@ def _reader(llm: LLM, config: TrainConfig, data: Data) -> FeatureReader | None:
 
 
 def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
-    from eyas_train.progress import figures_text
+    from eyas_train.reporter import figures_text
     from eyas_train.state import saved_states, step_of
 
     if outcome.interrupted:
@@ -338,7 +335,7 @@ def _report(outcome: TrainResult, folder: str, config: TrainConfig) -> None:
         step = step_of(saved[-1])  # an earlier one than the outcome's, where Ctrl-C has cut a step off
         raise Interrupted(f"step {step} of {outcome.steps} is saved in {folder}; the same command goes on from there")
     figures = f": held-out {figures_text(outcome.heldout)}" if outcome.heldout else ""
-    stopped = outcome.step < outcome.steps
-    early = f" (ended early: {config.patience} evaluations without a better one)" if stopped else ""
+    is_early = outcome.step < outcome.steps
+    early = f" (ended early: {config.patience} evaluations without a better one)" * is_early
     best = f"{folder} holds the head of step {outcome.best_step} of {outcome.steps}"
     note(f"{best}{early}{figures}; {outcome.seconds / 60:.1f} minutes")

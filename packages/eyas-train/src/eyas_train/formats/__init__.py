@@ -1,4 +1,4 @@
-"""Formats of heads, written for the engines that read them. One file is one format; `exporting` finds it.
+"""Formats of heads, written for the engines that read them. One file is one format; `eyas_train.exports` finds it.
 
 A format is a module with
 
@@ -13,20 +13,3 @@ A format is a module with
 
 Other distributions name theirs as entry points of the group "eyas.formats".
 """
-
-from __future__ import annotations
-
-import importlib
-import pkgutil
-from typing import Any
-
-from eyas.checkpoints.tools import formats
-
-__all__ = ["exporting"]
-
-
-def exporting() -> list[Any]:
-    """Return the modules that export heads: first the ones in this folder, then the ones of other distributions."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
-    own = [importlib.import_module(f"{__name__}.{name}") for name in modules]
-    return [form for form in dict.fromkeys([*own, *formats()]) if hasattr(form, "EXPORTS")]

@@ -18,10 +18,8 @@ from torch import Tensor
 from eyas.checkpoints import ExportTarget, mtp
 from eyas.checkpoints.tools import ARCHITECTURE, SECOND_PARTS, File, Published, gguf_names
 from eyas.errors import CheckpointError
-from eyas_train.formats._block import write_common, write_tensors
-from eyas_train.formats._eagle3 import publish
-
-__all__ = ["DTYPES", "EXPORTS", "NAME", "SUFFIX", "export", "fields", "usage", "write_file"]
+from eyas_train.formats.vllm import publish
+from eyas_train.formats.vllm_block import write_common, write_tensors
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]

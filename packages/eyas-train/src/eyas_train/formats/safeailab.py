@@ -11,8 +11,6 @@ from eyas.checkpoints import ExportTarget, safeailab, safeailab3
 from eyas.checkpoints.tools import Published
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "NAME", "export", "usage"]
-
 NAME, EXPORTS = "safeailab", ("eagle1", "eagle3")
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 heads for SGLang.
+"""EAGLE-1 and EAGLE-3 heads for SGLang, and block heads in their authors' forms, as for vLLM (`vllm_block`).
 
 EAGLE-1 heads have the architecture LlamaForCausalLMEagle and SafeAILab's tensors. SGLang's fc
 always has a bias, so an export always writes one, and never the key `bias`, from which SGLang would
@@ -19,16 +19,16 @@ from torch import Tensor
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints.tools import IDS, SGLANG, Published
 from eyas.errors import CheckpointError
-from eyas_train.formats import safeailab
-from eyas_train.formats._eagle3 import publish, refuse_qkv_bias
+from eyas_train.formats import safeailab, vllm_block
+from eyas_train.formats.vllm import publish, refuse_qkv_bias
 
-__all__ = ["EXPORTS", "NAME", "export", "usage"]
-
-NAME, EXPORTS = "sglang", ("eagle1", "eagle3")
+NAME, EXPORTS = "sglang", ("eagle1", "eagle3", *vllm_block.EXPORTS)
 
 
 def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:
     """Return config.json and the tensors. Raise CheckpointError for settings that SGLang's classes do not compute."""
+    if method in vllm_block.EXPORTS:
+        return vllm_block.export(method, config, tensors, target)
     sent = _without_table(tensors, target)
     if method == "eagle1":
         return _export_eagle1(config, sent, target)
@@ -57,12 +57,13 @@ def export(method: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def usage(method: str, config: Mapping[str, Any], folder: str, target: str) -> list[str]:
     """Return lines, of a shell or of Python, by which SGLang runs the head."""
-    algorithm = {"eagle1": "EAGLE"}.get(method, method.upper())
+    algorithm = {"eagle1": "EAGLE", "dflash2": "DFLASH"}.get(method, method.upper())
+    command = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm}"
+    command += f" --speculative-draft-model-path {folder}"
+    if method in vllm_block.EXPORTS:
+        return [command]
     window = f" --speculative-draft-window-size {config['window']}" if config.get("window") else ""
-    return [
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} --speculative-draft-model-path {folder} "
-        f"--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4{window}"
-    ]
+    return [f"{command} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4{window}"]
 
 
 def _export_eagle1(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ExportTarget) -> Published:

@@ -18,10 +18,8 @@ from torch import Tensor
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints.tools import IDS, MASK, SLIDING, Published
 from eyas.errors import CheckpointError
-from eyas_train.formats._block import further_parts, write_common, write_tensors
-from eyas_train.formats._eagle3 import publish
-
-__all__ = ["EXPORTS", "NAME", "export", "usage"]
+from eyas_train.formats.vllm import publish
+from eyas_train.formats.vllm_block import further_parts, write_common, write_tensors
 
 NAME = "speculators"
 CLASSES = {

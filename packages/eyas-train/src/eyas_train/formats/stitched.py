@@ -28,8 +28,6 @@ from eyas.checkpoints import ExportTarget
 from eyas.checkpoints.tools import Published, hub_refusal, read_config
 from eyas.errors import CheckpointError
 
-__all__ = ["EXPORTS", "EXPORT_FILE", "NAME", "export", "finish", "usage"]
-
 NAME, EXPORTS, EXPORT_FILE = "checkpoint", ("mtp",), "mtp.safetensors"
 QWEN = {
     "enorm": "mtp.pre_fc_norm_embedding",

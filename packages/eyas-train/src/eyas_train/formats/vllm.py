@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from eyas.checkpoints import ExportTarget, eagle3, peagle
-from eyas.checkpoints.tools import MASK, Published
+from eyas.checkpoints.tools import MASK, Published, layer_config, publish_tensors
 from eyas.errors import CheckpointError
 from eyas_train.formats import safeailab
-from eyas_train.formats._eagle3 import publish
-
-__all__ = ["EXPORTS", "NAME", "bias_into_embedding", "export", "usage"]
 
 NAME, EXPORTS = "vllm", ("eagle1", "eagle3", "peagle")
 LARGEST_ERROR = 1e-3  # largest error of a bias that was moved into the embeddings, relative to its largest entry
@@ -94,3 +91,39 @@ def bias_into_embedding(table_VD: Tensor, fc_weight: Tensor, bias_D: Tensor) -> 
         )
     moved_VD: Tensor = (table_VD.double() + shift).float()
     return moved_VD
+
+
+# --- parts that several formats share
+
+
+def publish(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str, reader: str, qk_norm: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """Convert to the parts that every format for other engines needs. Raise CheckpointError for biases, which none of
+    them computes, and for Qwen3's layers.
+
+    Args:
+        layer: the published name of the first layer.
+        reader: the engine's name, for messages.
+        qk_norm: whether the engine computes Qwen3's layers.
+
+    Returns:
+        our complete config, the keys of a LLaMA config.json, and the tensors under their published names.
+    """
+    ours, published = publish_tensors(config, tensors, layer)
+    refuse_qkv_bias(ours, reader)
+    if ours["qk_norm"] and not qk_norm:
+        raise CheckpointError(
+            f"the head has Qwen3's layers, with norms of queries and keys, but {reader} computes LLaMA's"
+        )
+    if ours["fc_bias"] and bool(published.pop("fc.bias").any()):
+        raise CheckpointError(f"the head has a bias of fc, but {reader} computes none in EAGLE-3 heads")
+    return ours, layer_config(ours, published), published
+
+
+def refuse_qkv_bias(config: Mapping[str, Any], reader: str) -> None:
+    """Raise CheckpointError if a head has biases of q, k and v; `reader` is an engine that has them only with one of o."""
+    if config["qkv_bias"]:
+        raise CheckpointError(
+            f"the head has biases of q, k and v, but {reader} has them only together with one of o, which the head lacks"
+        )

@@ -96,16 +96,6 @@ def test_prompts_without_a_cycle() -> None:
     assert row["tau"] is row["speedup"] is row["c"] is None
 
 
-def test_tau_by_position() -> None:
-    """Guards the place of a cycle: the prompt, the prompt's own token, and what earlier cycles
-    emitted stand before it."""
-    one = answer("x", "a", [(2, 1, 1.0), (4, 3, 1.0), (1, 0, 1.0)])  # 5 of the prompt + 1: at 6, 8 and 12
-    assert table_of.tau_by_position([one]) == [
-        {"from": 4, "cycles": 1, "tau": 2.0},
-        {"from": 8, "cycles": 2, "tau": 2.5},
-    ]
-
-
 def test_stage_ms() -> None:
     """Guards the host's share: what the stages leave of the whole cycle; a library that tells nothing has no split."""
     assert table_of.stage_ms(answered(step(0, (0,), finish="stop"), seconds=1.0).cycles) == pytest.approx(

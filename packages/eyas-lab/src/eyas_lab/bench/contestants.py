@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
-from eyas.core.engine import Decoder, Request, Step, Verify, Watch
+from eyas.core.engine import Decoder, Request, Step, Verify
 from eyas.core.options import option_values
 from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
@@ -95,35 +95,28 @@ class Drafting(Contestant):
         self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
         self._idle: Decoder | None = None  # serves the next question too
 
-    def answer(self, question: Question, watch: Watch | None = None) -> Answer:
+    def answer(self, question: Question) -> Answer:
         device = self.drafter.target.device
         # An idle decoder holds the caches of the question before, so nothing can be said of memory
         # beyond them.
         before = None if self._idle is not None else cost.memory(device)
-        answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
+        answer = answer_from(self.timed(question.request), **question.about(self.name))
         comparable = answer.comparable and self.verify is verify
         return answer.replace(memory=_memory(device, before), comparable=comparable)
 
-    def timed(self, request: Request, watch: Watch | None = None) -> Iterator[tuple[Step, float]]:
-        """Every step and its seconds; the time that `watch` or the reader of the steps uses in between is not
-        counted."""
+    def timed(self, request: Request) -> Iterator[tuple[Step, float]]:
+        """Yield every step and its seconds; the time that the reader of the steps uses in between is not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
-        plain = watch is None
-        if decoder is None or not plain:
-            decoder = Decoder(
-                self.drafter.target,
-                with_policy(self.drafter, self.policy),
-                verify=self.verify,
-                watch=watch,
-            )
+        if decoder is None:
+            decoder = Decoder(self.drafter.target, with_policy(self.drafter, self.policy), verify=self.verify)
         decoder.add(request)
         while not decoder.finished:
             for step in check_steps(decoder.step()):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if plain and is_worth_keeping(decoder.cycle_runner):
+        if is_worth_keeping(decoder.cycle_runner):
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:

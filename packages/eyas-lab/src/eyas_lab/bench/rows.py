@@ -27,7 +27,7 @@ from eyas_lab.bench.intervals import (
 from eyas_lab.bench.record import Answer
 from eyas_lab.metrics import STAGES, Cycle, acceptance_by_depth
 
-__all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_by_position", "tau_of", "utilisation"]
+__all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_of", "utilisation"]
 
 ALL = "all"  # the task that pools the others
 DEPTH = 8  # deepest depth in acceptance by depth
@@ -95,22 +95,6 @@ def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) ->
     return None if not bandwidth else speed * bytes_per_step / bandwidth
 
 
-def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
-    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the
-    next one."""
-    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for answer in answers:
-        position = answer.prompt_tokens + len(answer.token_ids) - answer.emitted
-        for cycle in answer.cycles:
-            begin = 1 << (position.bit_length() - 1)
-            counts[begin][0] += 1
-            counts[begin][1] += cycle.emitted
-            position += cycle.emitted
-    return [
-        {"from": begin, "cycles": n, "tau": round(emitted / n, 4)} for begin, (n, emitted) in sorted(counts.items())
-    ]
-
-
 def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | None = None) -> list[dict[str, Any]]:
     """A row for each temperature, task and contestant, in the order of their first answers.
 
@@ -163,7 +147,6 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "drafted": drafted if reported else None,
         "accepted": sum(c.accepted for c in cycles),
         "acceptance_by_depth": [_round(rate) for rate in acceptance_by_depth(cycles, DEPTH)] if drafted else [],
-        "tau_by_position": tau_by_position(ours),
         "cycle_ms": {name: round(value, 3) for name, value in stage_ms(cycles).items()},
         "first_token_ms": round(1e3 * float(np.median([a.prefill_seconds for a in ours])), 2) if ours else None,
         "memory_bytes": max((a.memory.beyond for a in ours if a.memory and a.memory.beyond is not None), default=None),

@@ -55,7 +55,7 @@ def test_eyas_in_this_process(run: Run, tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["verdict"], report["deployment"]) == ("passed", "eyas, eagle2")
     assert "eyas, eagle2: passed" in result.stdout
-    assert "passed" in (tmp_path / "out" / "report.html").read_text()
+    assert "passed" in (tmp_path / "out" / "report.md").read_text()
     again = run(*quick(tmp_path), "--draft", "head", "--method", "eagle2", "--seed", 3)
     assert again.exit_code == 2
     assert "holds an audit with other settings (plan, seed)" in again.stderr

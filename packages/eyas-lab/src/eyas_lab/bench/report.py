@@ -5,7 +5,7 @@ A summary carries the number of its format; another one is refused. This module 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from eyas.files import parse_json
 from eyas_lab import metrics
 from eyas_lab.bench.record import FORMAT
 from eyas_lab.bench.rows import ALL
+from eyas_lab.markdown import table
 
 __all__ = ["COLUMNS", "cells", "comparison", "headline", "markdown", "read_summary", "sections"]
 
@@ -168,18 +169,10 @@ def markdown(summary: Summary) -> str:
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
     for title, columns, rows in _tables(summary):
-        lines += [f"## {title}", "", *_table(columns, rows), ""]
+        lines += [f"## {title}", "", *table(columns, rows), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
     machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
     return "\n".join([*lines, "", *machine, "", NOTES, ""])
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -233,13 +226,13 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
         "c A",
         "c B",
     )
-    table = []
+    lines_of = []
     for (temperature, task, method), sides in pairs:
         speeds = [side["tokens_per_second"] for side in sides]
         gains = [number(side["speedup"], 2, (side["speedup_low"], side["speedup_high"])) for side in sides]
         others = [number(side[name]) for name in ("tau", "c") for side in sides]
         ratio = number(speeds[1] / speeds[0] if all(speeds) else None)
-        table.append([f"{temperature:g}", task, method, *(number(x, 1) for x in speeds), ratio, *gains, *others])
+        lines_of.append([f"{temperature:g}", task, method, *(number(x, 1) for x in speeds), ratio, *gains, *others])
     titles = zip("AB", names, (a["title"], b["title"]), strict=True)
     lines = [f"{letter}: {name} ({title})" for letter, name, title in titles]
     differ = []
@@ -249,4 +242,4 @@ def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
             differ.append(name if name in LONG else f"{name} ({first} / {second})")
     settings = [f"Different settings: {', '.join(differ)}.", ""] if differ else []
     drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
-    return "\n".join([*lines, "", *_table(columns, table), "", *settings, drift])
+    return "\n".join([*lines, "", *table(columns, lines_of), "", *settings, drift])

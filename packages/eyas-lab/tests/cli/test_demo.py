@@ -85,8 +85,8 @@ def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) 
     real = demo.Demo._generate
 
     def other(self: Any, ids: Any, new: int) -> Any:
-        found, seconds = real(self, ids, new)
-        return (*found[:3], 99, *found[4:]), seconds
+        found = real(self, ids, new)
+        return found._replace(token_ids=(*found.token_ids[:3], 99, *found.token_ids[4:]))
 
     monkeypatch.setattr(demo.Demo, "_generate", other)
     monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", ("one",))

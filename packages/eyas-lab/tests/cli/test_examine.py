@@ -80,7 +80,7 @@ def test_bad_input(refused: Callable[..., str], prompts: Path, tmp_path: Path) -
     assert "has no config.json" in refused("examine", tmp_path, "--target", "llama")
     assert "does not exist" in refused("examine", "head", "--prompts", "none.txt")
     prompts.write_text("one\n")
-    assert "fewer than two prompts" in refused("examine", "head", "--target", "llama", "--prompts", prompts)
+    assert "has 1 of the 2 prompts needed" in refused("examine", "head", "--target", "llama", "--prompts", prompts)
     assert "--metrics" in refused("examine", "head", "--metrics", "http://127.0.0.1:9/metrics")
     assert "no tokenizer" in refused("examine", "head", "--target", "bare")
 

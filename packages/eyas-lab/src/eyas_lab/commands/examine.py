@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -14,14 +13,13 @@ from eyas.cli.tools import (
     AS_JSON,
     DraftOptions,
     ExactTarget,
-    file_errors,
     load,
     need_tokenizer,
     option_group,
     print_table,
     progress_bar,
 )
-from eyas.errors import InputError
+from eyas_lab.prompt_lines import prompt_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,15 +79,11 @@ def command(
 
 
 def _prompts(path: str | None) -> Sequence[str]:
-    if path is None:
-        from eyas_lab.bench import tasks
+    if path is not None:
+        return prompt_lines(path, least=2)
+    from eyas_lab.bench import tasks
 
-        return [prompt.turns[0] for prompt in tasks.load("bundled", PROMPTS)]
-    with file_errors(path, "prompts file"):
-        prompts = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    if len(prompts) < 2:
-        raise InputError(f"prompts file {path!r} has fewer than two prompts: write one prompt a line")
-    return prompts
+    return [prompt.turns[0] for prompt in tasks.load("bundled", PROMPTS)]
 
 
 def _examine(head: str, llm: LLM, prompts: Sequence[str], tokens: int) -> Examination:

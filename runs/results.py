@@ -26,7 +26,7 @@ Blocks = Iterator[str]
 def source(name: str) -> str:
     """The command that wrote a record, and its machine."""
     content = record(name)
-    command = re.sub(r"(DATA/\w+|MODELS)/", "", content["command"]).replace(" --profile", "")
+    command = re.sub(r"(DATA/\w+|MODELS)/| --profile| --probe \d+", "", content["command"])
     machine = content.get("machine") or {}
     threads = content.get("threads") or machine.get("threads")
     where = f"{machine.get('cpu', 'not recorded')}, {threads} thread{'s' * (threads != 1)}"

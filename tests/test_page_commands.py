@@ -56,7 +56,7 @@ SMALLER = {"--minutes": "0.02", "--device": "cpu", "--dtype": "float32", "--head
 STAND_INS = {"/srv/models/target": "MODEL", "/srv/models/head": "HEAD", "smollm2": "MODEL"}
 FEWER = {
     "generate": ["--max-new-tokens", "4"],
-    "bench": ["--methods", "suffix,eagle3", "--limit", "1", "--max-new-tokens", "4", "--probe", "0"],
+    "bench": ["--methods", "suffix,eagle3", "--limit", "1", "--max-new-tokens", "4"],
     "audit": ["--tokens", "40", "--sampling", "1", "--max-new-tokens", "4"],
     "examine": ["--max-new-tokens", "8"],
     "regenerate": ["--limit", "2", "--max-new-tokens", "4"],

@@ -1,4 +1,4 @@
-"""A bench on a tiny model: asking, comparing, going on; simulated acceptance; chains; reports."""
+"""A bench on a tiny model: asking, comparing, going on; simulated acceptance; reports."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ from eyas.errors import InputError, OptionError
 from eyas.hardware.machine import Used, cores, snapshot
 from eyas_lab.bench import contestants, cost, report
 from eyas_lab.bench.contestants import Contestant, Drafting, Question, Transformers
-from eyas_lab.bench.probe import chain_alpha
 from eyas_lab.bench.record import Answer
 from eyas_lab.bench.run import ANSWERS, SETTINGS, Bench
 from eyas_lab.bench.simulate import parse_rates, simulated
 from eyas_lab.bench.summary import slow_baseline, summarise, write
 from eyas_lab.bench.tasks import Prompt
-from eyas_lab.metrics import acceptance_by_depth
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +196,7 @@ def test_what_others_used_survives_an_interruption(llm: LLM, tmp_path: Path) -> 
     assert all(a.around is not None and a.around.seconds > 0 for a in answers)
     known = [a.replace(around=Used(10.0, 10.0 * len(cores()) * (a.prompt == "own/0"))) for a in answers]
     (tmp_path / ANSWERS).write_text("".join(json.dumps(a.to_json()) + "\n" for a in known))
-    (warning,) = summarise(run, run.run(tmp_path), snapshot(), "x", probe_prompts=0)["warnings"]
+    (warning,) = summarise(run, run.run(tmp_path), snapshot(), "x")["warnings"]
     assert f"other processes used {len(cores()) / 2:.1f} of {len(cores())} cores" in warning
 
 
@@ -224,7 +222,7 @@ def test_a_contestant_that_fails_is_a_row_that_says_why(llm: LLM, tmp_path: Path
     again = bench(llm, Like(llm, "breaks", 0, AttributeError), eagle2(llm))
     assert again.run(tmp_path) == answers
     assert again.failed == {"breaks": why}
-    summary = summarise(again, answers, snapshot(), "eyas bench", probe_prompts=1)
+    summary = summarise(again, answers, snapshot(), "eyas bench")
     assert summary["failed"] == {"breaks": why}
     write(tmp_path, summary)
     assert f"**breaks failed and is in no figure: {why}**" in (tmp_path / "report.md").read_text()
@@ -291,22 +289,6 @@ def test_simulated_acceptance(llm: LLM) -> None:
             parse_rates(bad)
 
 
-def test_n_alpha_is_acceptance_in_a_chain(llm: LLM) -> None:
-    """Guards n-alpha at both temperatures: the rates of a chain's own steps, and none for a method
-    that drafts no chains."""
-    question = [Question("a", "t", 0, Request((5, 6, 7, 8), 30, Sampling(temperature=t))) for t in (0.0, 1.0)]
-    small = drafters.find("small_model").random(llm.target, seed=1)
-    chain = small.chain(5)
-    for asked in question:
-        chain_answer = Drafting("x", chain).answer(asked)
-        rates = acceptance_by_depth(chain_answer.cycles, 5)
-        assert chain_alpha(Drafting("x", small), [asked]) == [
-            None if rate is None else round(rate, 4) for rate in rates
-        ]
-        assert sum(c.candidates for c in chain_answer.cycles) == 5 * len(chain_answer.cycles)
-    assert chain_alpha(Drafting("x", drafters.find("prompt_lookup")(llm.target)), question) is None
-
-
 def test_transformers_is_trimmed_like_us() -> None:
     """Bug: tokens that an assisted step accepted behind the end of the text count as decoded, and
     raise its tokens per second."""
@@ -362,10 +344,10 @@ def test_reports(llm: LLM, tmp_path: Path) -> None:
     formats refused."""
     run = bench(llm, eagle2(llm))
     answers = run.run(tmp_path)
-    summary = summarise(run, answers, snapshot(), "eyas bench <x>", probe_prompts=1, skipped={"medusa": "no <head>"})
+    summary = summarise(run, answers, snapshot(), "eyas bench <x>", skipped={"medusa": "no <head>"})
     write(tmp_path, summary)
     text = (tmp_path / "report.md").read_text()
-    for said in ("vanilla", "transformers", "eagle2", "all tasks", "task1", "2-alpha", "peak memory", "GB/s",
+    for said in ("vanilla", "transformers", "eagle2", "all tasks", "task1", "peak memory", "GB/s",
                  "Not run: medusa: no <head>"):  # fmt: skip
         assert said in text, said
     written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)

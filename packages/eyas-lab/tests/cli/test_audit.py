@@ -20,7 +20,6 @@ Run = Callable[..., Any]
     ("arguments", "message"),
     [
         (("--url", "http://x/v1", "--draft", "head"), "--url and --draft are different deployments"),
-        (("--plain-url", "http://x/v1"), "--plain-url goes with --url"),
         (("--sampling", "0"), "with a temperature above 0"),
         (("--sampling", "1:x"), "write T, T:K or T:K:P"),
         (("--sampling", "1:2:0.5:7"), "write T, T:K or T:K:P"),

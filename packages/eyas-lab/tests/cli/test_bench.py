@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 Run = Callable[..., Any]
 Refused = Callable[..., str]
-QUICK = ("--max-new-tokens", 8, "--probe", 0)
+QUICK = ("--max-new-tokens", 8)
 
 
 @pytest.fixture(autouse=True)

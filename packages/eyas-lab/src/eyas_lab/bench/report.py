@@ -49,7 +49,7 @@ NOTES = (
     "the median. Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root "
     "included. MAL: mean acceptance length, 1 + accepted / drafts before cutting. Milliseconds of a cycle by the host's clock: on a GPU a "
     "stage's work may be waited for in a later one. R: tokens per second over what plain decoding would reach if it did nothing but read "
-    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens."
+    "the weights."
 )
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
@@ -126,11 +126,7 @@ def _tables(summary: Summary) -> list[Table]:
         if task == ALL:
             cycle_rows = [cycle_cells(r) for r in rows if not r.get("error")]
             cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
-    alphas = summary["n_alpha"]
-    depth = max(map(len, alphas.values()), default=0)
-    chains = [(name, *map(number, rates)) for name, rates in alphas.items()]
-    titled = ("Chains of draft tokens", ("method", *(f"{n}-alpha" for n in range(depth))), chains)
-    return [*main, *cycles, *[titled] * bool(chains), *tasks]
+    return [*main, *cycles, *tasks]
 
 
 # --- pages -------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from eyas.hardware.machine import Snapshot, Used, busy
 from eyas.passes import verify_cost
 from eyas_lab.bench import cost, report, rows
 from eyas_lab.bench.card import card
-from eyas_lab.bench.probe import probe
 from eyas_lab.bench.record import FORMAT, Answer
-from eyas_lab.bench.run import Bench, OnPrompt
+from eyas_lab.bench.run import Bench
 
 __all__ = ["summarise", "write", "wrong_texts"]
 
@@ -37,26 +36,18 @@ def summarise(
     answers: Sequence[Answer],
     before: Snapshot,
     command: str,
-    *,
-    probe_prompts: int = 6,
     skipped: Mapping[str, str] | None = None,
-    on_prompt: OnPrompt = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """Return the summary. Measurements other than the answers are made here: the acceptance
-    of chains, bandwidth, a pass's time against its nodes.
+    """Return the summary. Measurements other than the answers are made here: bandwidth, and a
+    pass's time against its nodes.
 
     Args:
         before: the snapshot of this run's beginning.
         skipped: contestants that cannot take part -> the reason.
 
-    Where acceptance is simulated, title and warnings say so, and no chain is drafted.
+    Where acceptance is simulated, title and warnings say so.
     """
     target, settings = bench.llm.target, bench.settings()
-    jobs = len(bench.prompts) * len(bench.temperatures)
-    n_alpha = dict[str, list[float | None]]()
-    for name, rates in probe(bench, 0 if bench.simulated else probe_prompts):
-        on_prompt(jobs, jobs, f"drafted chains by {name}")
-        n_alpha[name] = rates
     bandwidth, weights = cost.bandwidth(target.device), cost.bytes_per_step(target)
     table = rows.rows(answers, weights, bandwidth)
     return {
@@ -67,7 +58,6 @@ def summarise(
         "machine": card(before, dtype=settings["dtype"], device=settings["device"]),
         "rows": table,
         "failed": dict(bench.failed),
-        "n_alpha": n_alpha,
         "verify_cost": verify_cost(target),
         "bytes_per_step": weights,
         "bandwidth": None if bandwidth is None else round(bandwidth),

@@ -64,8 +64,6 @@ class AuditOptions:
 
     url: Annotated[str | None, "Server", "URL"] = None
     """A server of OpenAI's interface: http://127.0.0.1:8000/v1."""
-    plain_url: Annotated[str | None, "Server", "URL"] = None
-    """Second server, started without drafts, to compare greedy texts with. Default: plain decoding of eyas."""
     model: Annotated[str, "Server", "NAME"] = ""
     """The model's name there. Default: the first one that the server lists."""
     server_dtype: Annotated[Literal["float32", "bfloat16", "float16", "int8"], "Server"] = "float32"
@@ -115,8 +113,6 @@ def _check(job: AuditOptions, draft: DraftOptions, model: TargetOptions) -> tupl
     deployments = {"--url": job.url, "--assistant": job.assistant, "--draft": draft.draft}
     if len(named := [name for name, value in deployments.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named)} are different deployments: audit one at a time")
-    if job.plain_url and not job.url:
-        raise UsageError("--plain-url goes with --url")
     if job.error >= 0.5:
         raise OptionError("--error must be below 0.5")
     if {model.weights, model.activations, model.kv} != {"exact"}:
@@ -218,8 +214,7 @@ class _Audit:
         job, llm = self.job, self.plain
         settings = {**asdict(self.model), **asdict(self.draft), **self.options, **asdict(job), **more}
         kept = {k: v for k, v in settings.items() if k not in ("output", "as_json", "verbose")}
-        plain = self._server(job.plain_url) if job.plain_url else None
-        plain = plain or EyasDeployment(llm, "plain decoding of eyas", job.concurrency)
+        plain = EyasDeployment(llm, "plain decoding of eyas", job.concurrency)
         referee = Referee(llm.target.model, llm.eos, job.server_dtype, job.seed)
         folder.mkdir(parents=True, exist_ok=True)
         with progress_bar("audit") as bar:

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts.types import NonNegativeInt, PositiveInt
+from cyclopts.types import PositiveInt
 
 from eyas.cli.tools import (
     AS_JSON,
@@ -77,8 +77,6 @@ class BenchOptions:
     as_json: AS_JSON = False
     compare: Annotated[tuple[str, str] | None, "Output", "A B"] = None
     """Only compare two finished benches: folders or summaries."""
-    probe: Annotated[NonNegativeInt, "Output", "N"] = 6
-    """Prompts on which to draft chains, for the acceptance by depth, in a separate pass."""
     simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""
@@ -127,10 +125,10 @@ def _measure(
     bench.prompts = _fitting(bench)
     if job.restart:
         bench.forget(folder)
-    return run_bench(bench, folder, job.probe, skipped)
+    return run_bench(bench, folder, skipped)
 
 
-def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]) -> dict[str, Any]:
+def run_bench(bench: Bench, folder: Path, skipped: Mapping[str, str]) -> dict[str, Any]:
     """Run a bench, or go on with it, and write its files; returns its summary. See `summarise`."""
     import sys
 
@@ -141,8 +139,7 @@ def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]
     message = f"whole prompts are kept in {folder}; the same command goes on from there"
     with interruptible(lambda: message), _progress() as on_prompt:
         answers = bench.run(folder, on_prompt)
-        more: Any = {"probe_prompts": probe, "skipped": skipped, "on_prompt": on_prompt}
-        summary = summarise(bench, answers, before, command_line, **more)
+    summary = summarise(bench, answers, before, command_line, skipped)
     write(folder, summary)
     return summary
 

@@ -328,7 +328,7 @@ class Run:
         unfit = asked.unfit()
         asked.prompts = [prompt for prompt in prompts if prompt.id not in unfit]
         with locked_folder(self.work / "bench"):
-            bench.run_bench(asked, self.work / "bench", 0, {})
+            bench.run_bench(asked, self.work / "bench", {})
 
     def _written(self) -> dict[str, Any]:
         """Write the report; return it with its Markdown."""

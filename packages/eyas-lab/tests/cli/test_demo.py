@@ -53,7 +53,7 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
         return ask(self, prompt, place)
 
     monkeypatch.setattr(demo.Demo, "round", stopped)
-    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
+    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2")
     assert result.exit_code == 130, (result.output, result.exception)
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
     for words in ("╭─ plain decoding ─", "╭─ eagle1 ─", "This run, 2 prompts"):

@@ -26,7 +26,6 @@ from eyas.core.dormant import Policy, with_policy
 from eyas.core.engine import Decoder, Request, Step, Verify
 from eyas.core.options import option_values
 from eyas.core.requests import check_steps
-from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
 from eyas.drafters import Drafter
@@ -206,16 +205,10 @@ class Transformers(Contestant):
         """Prompt and new tokens. Raise ModelError when transformers refuses."""
         model: Any = self.target.model
         ids_1T = torch.tensor([request.prompt], device=self.target.device)
-        keywords = {**_ends(request, self.target.vocab_size), **_sampling_keywords(request.sampling), **self.options}
+        keywords = {**_keywords(request, self.target.vocab_size), **self.options}
         with torch.inference_mode():
             try:
-                output = model.generate(
-                    ids_1T,
-                    attention_mask=torch.ones_like(ids_1T),
-                    streamer=streamer,
-                    max_new_tokens=request.max_new_tokens,
-                    **keywords,
-                )
+                output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), streamer=streamer, **keywords)
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ModelError(f"{self.name}: transformers refuses: {one_line(error, 200)}") from error
         return list(output[0].tolist())
@@ -236,22 +229,15 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
     return fitted
 
 
-def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Where generate stops. Without EOS ids it gets one that is not a token."""
-    eos = sorted(token for token in request.eos if 0 <= token < vocab_size)
-    return {"eos_token_id": eos or [vocab_size], "pad_token_id": eos[0] if eos else 0}
-
-
-def _sampling_keywords(sampling: Sampling) -> dict[str, Any]:
-    """Return the keywords of generate for this Sampling."""
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if sampling.greedy:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, **penalty}
+def _keywords(request: Request, vocab_size: int) -> dict[str, Any]:
+    """Return the keywords of generate for this request. Without EOS ids it gets one that is not a token."""
+    sampling, eos = request.sampling, sorted(token for token in request.eos if 0 <= token < vocab_size)
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-        **penalty,
+        "max_new_tokens": request.max_new_tokens,
+        "eos_token_id": eos or [vocab_size],
+        "pad_token_id": eos[0] if eos else 0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "do_sample": not sampling.greedy,
+        **(dict.fromkeys(drawn) if sampling.greedy else {**drawn, "min_p": sampling.min_p or None}),
     }

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli.tools import (
@@ -85,18 +84,12 @@ class DemoOptions:
     method: Annotated[str | None, "Method", "NAME"] = None
     """The method to show: see `eyas methods`."""
     tree: TREE = None
-    threads: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """CPU threads; default: as torch chooses."""
     verbose: VERBOSE = False
 
 
 def command(*, job: DemoOptions, options: MethodOptions) -> None:
     """Show plain decoding and the best method side by side, live, on a real model."""
     own = prompt_lines(job.prompts)
-    if job.threads:
-        import torch
-
-        torch.set_num_threads(job.threads)
     from rich.console import Console
 
     target = _target(job)
@@ -248,18 +241,19 @@ class Demo:
         method, target = self.best.method, self.best.target
         rates = _print_table(self.rounds)
         size = ", ".join(f"{key} {value}" for key, value in self.best.drafter.describe().items() if key != "kind")
-        limit = "a tree that adapts to this machine, at most " if self.best.policy is not None else "tree "
-        setup = f"{target.name}, {method}{f' with {limit}{size}' if size else ''}; greedy, {target.dtype} on {target.device}"
+        limit = "a tree that adapts to this machine, at most" if self.best.policy is not None else "tree"
+        drafts = f"{method} with {limit} {size}" if size else method
+        setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
-        warnings = [load_of_others] if load_of_others else []
-        if left_out:
-            prompts = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
-            warnings.append(f"{prompts} left out: this machine is slow or busy.")
-        warnings += self.warnings
-        if rates[method] < rates["plain"]:
-            warnings.append(f"{method} was slower than plain decoding in this run.")
-        for warning in warnings:
-            self.console.print(f"[yellow]{warning}[/]")
+        count = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
+        for warning in (
+            load_of_others,
+            f"{count} left out: this machine is slow or busy." if left_out else None,
+            *self.warnings,
+            f"{method} was slower than plain decoding in this run." if rates[method] < rates["plain"] else None,
+        ):
+            if warning:
+                self.console.print(f"[yellow]{warning}[/]")
 
 
 class Lane:

@@ -5,7 +5,8 @@ A summary carries the number of its format; another one is refused. This module 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from eyas_lab.bench.record import FORMAT
 from eyas_lab.bench.rows import ALL
 from eyas_lab.markdown import table
 
-__all__ = ["COLUMNS", "cells", "comparison", "headline", "markdown", "read_summary", "sections"]
+__all__ = ["COLUMNS", "cells", "comparison", "markdown", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]
-BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -132,68 +132,29 @@ def _tables(summary: Summary) -> list[Table]:
 # --- pages -------------------------------------------------------------------------------------------
 
 
-def headline(summary: Summary) -> list[str]:
-    """Return the result in one sentence or two: the fastest method, and whether the texts are equal."""
-    pooled = [row for row in summary["rows"] if row["task"] == ALL]
-    first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
-    methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
-    lines = list[str]()
-    if methods:
-        best = max(methods, key=lambda row: row["speedup"])
-        speedup = number(best["speedup"], 2, (best["speedup_low"], best["speedup_high"]))
-        lines.append(
-            f"{best['method']} decodes {speedup} times as fast as plain decoding "
-            f"(T = {best['temperature']:g}, {best['prompts']} prompts, {number(best['tau'])} tokens per pass of the target)."
-        )
-        if (theirs := best["speedup_vs_transformers_interval"]) is not None:
-            lines.append(f"That is {number(theirs[0], 2, theirs[1:])} times as fast as transformers' generate.")
-    else:
-        speed = next((row["tokens_per_second"] for row in first if row["method"] == "vanilla"), None)
-        lines.append(f"Plain decoding: {number(speed, 1)} tokens/s.")
-    comparable = [row for row in pooled if row["equal"] is not None]
-    differ = sum(len(row["differ"]) for row in comparable)
-    answers = sum(row["prompts"] for row in comparable)
-    if comparable:
-        equal = "All texts that are compared equal plain decoding's."
-        lines.append(equal if not differ else f"{differ} of {answers} texts differ from plain decoding's.")
-    return lines
-
-
 def markdown(summary: Summary) -> str:
-    """Return the headline, the tables, the machine, and the notes that explain them."""
-    lines = [f"# {summary['title']}", "", *headline(summary), ""]
+    """Return the tables, the machine, and the notes that explain them."""
+    lines = [f"# {summary['title']}", ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
     for title, columns, rows in _tables(summary):
         lines += [f"## {title}", "", *table(columns, rows), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
-    machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
-    return "\n".join([*lines, "", *machine, "", NOTES, ""])
+    return "\n".join([*lines, "", f"`{summary['command']}`", "", *_facts(summary), "", NOTES, ""])
 
 
-def machine_line(machine: Mapping[str, Any]) -> str:
-    """Return the machine card in one line."""
-
-    def shown(name: str, value: Any) -> str:
-        if isinstance(value, Mapping):
-            return ", ".join(f"{key} {shown(key, part)}" for key, part in value.items() if part is not None)
-        if isinstance(value, list):
-            return ", ".join(shown(name, part) for part in value)
-        if name.endswith("_bytes"):
-            return f"{value / 1e9:.1f} GB"
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    known = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
-    return "; ".join(f"{name}: {shown(name, value)}" for name, value in known.items())
-
-
-def run_line(summary: Summary) -> str:
-    """Measurements of the machine, and of the run as a whole, in one line."""
+def _facts(summary: Summary) -> Iterator[str]:
+    """Yield the measurements of the run as a whole, and the machine card."""
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
-    parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
-    parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
-    parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
-    return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
+    yield f"- weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"
+    if bandwidth:
+        yield f"- memory bandwidth: {bandwidth / 1e9:.1f} GB/s"
+    if peak:
+        yield f"- peak memory: {peak / 1e6:,.0f} MB"
+    yield f"- answering took {summary['minutes']:.1f} minutes"
+    for name, value in summary["machine"].items():
+        if value not in (None, "", [], {}):
+            yield f"- {name}: {value if isinstance(value, str) else json.dumps(value)}"
 
 
 # --- two summaries -----------------------------------------------------------------------------------

@@ -22,12 +22,6 @@ __all__ = ["summarise", "write", "wrong_texts"]
 
 NEAR_TIE = 1e-5  # distance of two logits in float32: below it, either token is plain decoding's
 NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
-RUNS_BY = {  # a runner's name -> how the title tells it
-    "kernels": "compiled kernels",
-    "model": "its own forward",
-    "graphs": "CUDA graphs",
-    "compiled graphs": "CUDA graphs, compiled layers",
-}
 LEAST_CYCLE = 0.95  # of a cycle in plain steps; noise of a quiet machine is 5 %
 
 
@@ -72,7 +66,7 @@ def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
     forms = ("weights", "activations", "kv", "draft_weights")
     kept = ("exact", "auto")  # auto: the drafts' default
     rounded = [f"{form.replace('_', ' ')} rounded to {settings[form]}" for form in forms if settings[form] not in kept]
-    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
+    how = ", ".join((settings["runs_by"], *rounded))
     title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return title + (" (SIMULATED acceptance)" if bench.simulated else "")
 

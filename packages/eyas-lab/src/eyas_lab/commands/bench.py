@@ -223,5 +223,6 @@ def _compare(job: BenchOptions, *groups: Any) -> int:
             if field.name != "compare" and getattr(group, field.name) != field.default:
                 name = field.name.replace("_", "-").removeprefix("as-")
                 raise OptionError(f"--compare only shows two finished benches: leave --{name} out")
-    print(report.comparison(*(report.read_summary(Path(place)) for place in job.compare), job.compare))
+    first, second = (report.read_summary(Path(place)) for place in job.compare)
+    print(report.comparison(first, second, job.compare))
     return 0

@@ -139,7 +139,8 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     options = with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
         mode, options = "fixed", {**DYNAMIC_TREE, **options}
-    return load(model, replace(draft, method=name, tree=job.tree or mode), options)
+    tree: Any = job.tree or mode
+    return load(model, replace(draft, method=name, tree=tree), options)
 
 
 class Answer(NamedTuple):

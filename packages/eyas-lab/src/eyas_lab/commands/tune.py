@@ -95,9 +95,7 @@ def _print(llm: LLM, costs: Costs, plans: Sequence[Plan]) -> None:
     shown = sorted(sorted(best.values(), key=lambda plan: -plan.rate)[:SHOWN])
     trees = [("plain", costs.plain(), 1.0, plain)]
     trees += [("nodes {} depth {} branch {}".format(*p.size), p.seconds, 1 + p.accepted, p.rate) for p in shown]
-    rows = [(name, f"{1e3 * s:.2f}", f"{n:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x") for name, s, n, rate in trees]
-    heads, bold = (
-        ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain"),
-        1 + max(range(len(shown)), key=lambda n: shown[n].rate),
-    )
-    print_table(heads, rows, title="Expected, before anything was drafted", bold=bold)
+    lines = [(name, f"{1e3 * s:.2f}", f"{n:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x") for name, s, n, rate in trees]
+    heads = ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain")
+    bold = 1 + max(range(len(shown)), key=lambda n: shown[n].rate)
+    print_table(heads, lines, title="Expected, before anything was drafted", bold=bold)

@@ -99,8 +99,9 @@ class HeadsTree:
     """
 
     def __init__(self, options: HeadTreeOptions, heads: int, target: Target) -> None:
-        self.options, self.heads, self.dynamic = options, heads, None
-        self.choices, self.depth = (), heads
+        self.options, self.heads, self.depth = options, heads, heads
+        self.dynamic: DynamicTree | None = None
+        self.choices: Choices = ()
         if options.choices == "dynamic":
             nodes = 60 if options.nodes is None else options.nodes
             self.dynamic = DynamicTree(nodes, heads, BRANCH, noise=options.noise)

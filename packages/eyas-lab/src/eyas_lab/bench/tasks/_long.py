@@ -24,7 +24,7 @@ from eyas_lab.bench.tasks._formats import Prompt
 
 __all__ = ["LENGTHS_WORDS", "PASSAGES", "passages"]
 
-LENGTHS_WORDS = (1000,)
+LENGTHS_WORDS: tuple[int, ...] = (1000,)
 PASSAGES = 8  # passages of each length
 ASK = "Summarize the following text in a few sentences.\n\n"
 ENDINGS = (".txt", ".md", ".txt.gz", ".md.gz")

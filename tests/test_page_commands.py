@@ -38,7 +38,6 @@ ELSEWHERE = {  # a pattern of commands, and the file whose tests run such comman
     r"^accelerate ": "packages/eyas-train/tests/cli/test_accelerate.py",
     r"^audit .*--(url|self-test|assistant) |^audit .*--self-test|embedded": "packages/eyas-lab/tests/cli/test_audit.py",
     r"^bench$|^bench --(compare|methods)|speed_bench": "packages/eyas-lab/tests/cli/test_bench.py",
-    r"--metrics ": "packages/eyas-lab/tests/cli/test_examine.py",
 }
 PROGRAMS = {  # lines of other programs, and the file whose tests run them
     r"^(vllm|guidellm|aiperf|llama-benchy) ": "tests/clients/test_benchmarks.py",

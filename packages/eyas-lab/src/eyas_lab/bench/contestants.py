@@ -35,7 +35,7 @@ from eyas_lab.bench import cost
 from eyas_lab.bench.record import Answer, Memory, answer_from
 from eyas_lab.metrics import Cycle
 
-__all__ = ["Contestant", "Drafting", "Question", "Transformers"]
+__all__ = ["Contestant", "Drafting", "Question", "Transformers", "generate_ids"]
 
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it (evaluation/inference_pld.py)
 
@@ -184,10 +184,9 @@ class Transformers(Contestant):
     def answer(self, question: Question) -> Answer:
         request, deliveries = question.request, _Deliveries()
         before = cost.memory(self.target.device)
-        torch.manual_seed(request.sampling.seed)
         began = time.perf_counter()
-        output = self._generate(request, deliveries)
-        token_ids = _cut(output[len(request.prompt) :], request)
+        vocab_size, more = self.target.vocab_size, {"streamer": deliveries, **self.options}
+        token_ids = _cut(generate_ids(self.target.model, request, vocab_size, **more), request)
         # the first delivery is the prompt
         times, counts = deliveries.times[1:], _fit(deliveries.counts[1:], len(token_ids))
         stretches = zip(times, times[1:], counts[1:], strict=False)
@@ -200,18 +199,6 @@ class Transformers(Contestant):
             memory=_memory(self.target.device, before),
             **question.about(self.name),
         )
-
-    def _generate(self, request: Request, streamer: BaseStreamer) -> list[int]:
-        """Prompt and new tokens. Raise ModelError when transformers refuses."""
-        model: Any = self.target.model
-        ids_1T = torch.tensor([request.prompt], device=self.target.device)
-        keywords = {**_keywords(request, self.target.vocab_size), **self.options}
-        with torch.inference_mode():
-            try:
-                output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), streamer=streamer, **keywords)
-            except (ValueError, RuntimeError, TypeError) as error:
-                raise ModelError(f"{self.name}: transformers refuses: {one_line(error, 200)}") from error
-        return list(output[0].tolist())
 
 
 def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
@@ -229,15 +216,24 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
     return fitted
 
 
-def _keywords(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Return the keywords of generate for this request. Without EOS ids it gets one that is not a token."""
+def generate_ids(model: Any, request: Request, vocab_size: int, **options: Any) -> list[int]:
+    """Return the new tokens by transformers' generate, with the request's seed and these further keywords. Raise
+    ModelError when transformers refuses."""
     sampling, eos = request.sampling, sorted(token for token in request.eos if 0 <= token < vocab_size)
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {
+    keywords = {
         "max_new_tokens": request.max_new_tokens,
-        "eos_token_id": eos or [vocab_size],
+        "eos_token_id": eos or [vocab_size],  # without EOS ids one that is not a token
         "pad_token_id": eos[0] if eos else 0,
         "repetition_penalty": sampling.repetition_penalty,
         "do_sample": not sampling.greedy,
         **(dict.fromkeys(drawn) if sampling.greedy else {**drawn, "min_p": sampling.min_p or None}),
     }
+    ids_1T = torch.tensor([request.prompt], device=model.device)
+    torch.manual_seed(sampling.seed)
+    with torch.inference_mode():
+        try:
+            output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **keywords, **options)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ModelError(f"transformers refuses to generate: {one_line(error, 200)}") from error
+    return list(output[0, len(request.prompt) :].tolist())

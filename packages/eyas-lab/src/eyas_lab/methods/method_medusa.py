@@ -206,7 +206,18 @@ class Method(DraftMethod):
 
     def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """Return the tree below the roots: at level k, the best tokens of head k."""
-        return self.tree.grow(DraftNetSteps.of_levels(self.logits(feature_BD, self.tree.depth)), cycle_input)
+        logits_BKV, level = self.logits(feature_BD, self.tree.depth), 0
+
+        def head(hidden_BQ1: Tensor) -> Tensor:
+            return logits_BKV[:, level, None].expand(-1, hidden_BQ1.shape[1], -1)
+
+        def expand(tokens_BQ: Tensor, hidden_BQ1: Tensor, visible: Tensor, above: int) -> Tensor:
+            nonlocal level
+            level = above + 1
+            return hidden_BQ1
+
+        # a node has no state of its own, so any number stands for it
+        return self.tree.grow(DraftNetSteps(lambda: logits_BKV[:, 0, :1], head, expand), cycle_input)
 
     def chain(self, depth: int) -> Method:
         """Return the method with a chain, at most as deep as there are heads."""

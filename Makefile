@@ -57,7 +57,7 @@ serve: $(STAMP) ## the embedded model for clients of OpenAI's interface, on http
 
 bench: $(STAMP) ## tokens per second of plain decoding, generate and several trees on this machine (minutes)
 	@echo "==> eyas bench"
-	@$(BIN)/eyas bench --restart --probe 0 --methods $(TREES) $(ARGS)
+	@$(BIN)/eyas bench --restart --methods $(TREES) $(ARGS)
 
 bench-heads: $(STAMP) ## heads of other methods for a bench, into out/heads (DATA=chats.jsonl, or FEATURES=folder; hours, goes on where it was)
 	@test -n "$(DATA)$(FEATURES)" || \

@@ -162,8 +162,8 @@ def _line(name: str, timing: Timing, base: Timing, rows: int, bound_ms: float | 
 
 def _bound_ms(bandwidth: float, target: Target, context: int, rows: int) -> float:
     """Milliseconds in which the machine reads a plain step's weights, and its rows' keys and values."""
-    one, empty = cost.need(target, 1, context).bytes, cost.need(target, 1, 0).bytes
-    return 1e3 * (empty + rows * (one - empty)) / bandwidth
+    stored = sum(heads * sum(widths) for heads, *widths in filter(None, target.layout)) * target.dtype.itemsize
+    return 1e3 * (cost.bytes_per_step(target) + rows * context * stored) / bandwidth
 
 
 def _profile(lab: Lab, before: Stages, entry: Entry) -> Record:

@@ -1,9 +1,9 @@
-"""Fill the tables of docs/lab/results.md from the records in docs/results/.
+"""Fill the tables of docs/lab/results.md and of README.md from the records in docs/results/.
 
     python runs/results.py            rewrites the tables between their marks
-    python runs/results.py --check    exit status 1 when the page is not what this program makes
+    python runs/results.py --check    exit status 1 when a page is not what this program makes
 
-The page marks a table by `<!-- KIND NAME: TITLE -->` and `<!-- end -->`: a function of TABLES, and the record that
+A page marks a table by `<!-- KIND NAME: TITLE -->` and `<!-- end -->`: a function of TABLES, and the record that
 it shows. Tables without marks show records whose programs are gone; they are not made again.
 """
 
@@ -18,7 +18,7 @@ from _records import DOCS, Record, record
 
 from eyas.errors import InputError, near
 
-PAGE = DOCS / "lab" / "results.md"
+PAGES = (DOCS / "lab" / "results.md", DOCS.parent / "README.md")
 MARK = re.compile(r"<!-- (?P<kind>\w+)(?P<names>[^:>]*?)(?:: (?P<title>[^>]*?))? -->\n.*?<!-- end -->", re.S)
 Blocks = Iterator[str]
 
@@ -26,7 +26,7 @@ Blocks = Iterator[str]
 def source(name: str) -> str:
     """The command that wrote a record, and its machine."""
     content = record(name)
-    command = re.sub(r"(DATA/\w+|MODELS)/", "", content["command"]).replace(" --profile", "")
+    command = re.sub(r"(DATA/\w+|MODELS)/| --profile| --probe \d+", "", content["command"])
     machine = content.get("machine") or {}
     threads = content.get("threads") or machine.get("threads")
     where = f"{machine.get('cpu', 'not recorded')}, {threads} thread{'s' * (threads != 1)}"
@@ -151,8 +151,47 @@ def load(name: str, title: str = "") -> Blocks:
     yield source(name)
 
 
+# --- the README's first screen --------------------------------------------------------------------------
+
+FRONT = {
+    "transformers": "transformers `generate`",
+    "vanilla": "eyas without drafts",
+    "eagle3": "eyas with a draft head (EAGLE-3)",
+}
+TASKS = {
+    "eagle/alpaca": "instructions",
+    "eagle/gsm8k": "arithmetic",
+    "eagle/humaneval": "code",
+    "eagle/mt_bench": "chats",
+    "eagle/qa": "questions",
+    "eagle/sum": "summaries",
+}
+
+
+def front(name: str, title: str = "") -> Blocks:
+    """Speeds of a bench with AVX-512, and the kinds of text on which drafts gain least and most."""
+    content = record(name)
+    machine, greedy = content["machine"], [row for row in content["rows"] if row["temperature"] == 0]
+    rows = {row["method"]: row for row in greedy if row["task"] == "all"}
+    speeds = {method: rows[method]["tokens_per_second"] for method in FRONT}
+    if not all(rows[method]["equal"] for method in FRONT):
+        raise InputError(f"{name}: the texts are not equal, so the README cannot show it")
+    yield (
+        f"SmolLM2-135M from a 4-bit file, unpacked to {machine['dtype']}, the same weights in every row, greedy, one\n"
+        f"request at a time, {machine['threads']} cores of an {machine['cpu']} with AVX-512 ([record](docs/results/{name}.json)):"
+    )
+    over = {method: f"{speed / speeds['transformers']:.1f}x" for method, speed in speeds.items()}
+    lines = [[label, f"{speeds[method]:.0f}", over[method]] for method, label in FRONT.items()]
+    yield table(["", "tokens/s", "over `generate`"], lines, numbers=2)
+    drafted = [row for row in greedy if row["method"] == "eagle3" and row["task"] in TASKS]
+    gains = sorted((row["speedup"], TASKS[row["task"]]) for row in drafted)
+    least, most = (f"{speedup:.1f}x on {task}" for speedup, task in (gains[0], gains[-1]))
+    whole = f"The head gains {rows['eagle3']['speedup']:.1f}x over six kinds of text, from {least} to {most}."
+    yield f"The texts of all three rows are equal.\n{whole}"
+
+
 TABLES: Mapping[str, Callable[..., Iterable[str]]] = {
-    made.__name__: made for made in (asked, bench, bundled, curve, load)
+    made.__name__: made for made in (asked, bench, bundled, curve, front, load)
 }
 
 
@@ -166,7 +205,9 @@ def filled(found: re.Match[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return renew(__doc__, lambda: {PAGE: MARK.sub(filled, PAGE.read_text(encoding="utf-8"))}, arguments)
+    return renew(
+        __doc__, lambda: {page: MARK.sub(filled, page.read_text(encoding="utf-8")) for page in PAGES}, arguments
+    )
 
 
 if __name__ == "__main__":

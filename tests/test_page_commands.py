@@ -38,7 +38,6 @@ ELSEWHERE = {  # a pattern of commands, and the file whose tests run such comman
     r"^accelerate ": "packages/eyas-train/tests/cli/test_accelerate.py",
     r"^audit .*--(url|self-test|assistant) |^audit .*--self-test|embedded": "packages/eyas-lab/tests/cli/test_audit.py",
     r"^bench$|^bench --(compare|methods)|speed_bench": "packages/eyas-lab/tests/cli/test_bench.py",
-    r"--metrics ": "packages/eyas-lab/tests/cli/test_examine.py",
 }
 PROGRAMS = {  # lines of other programs, and the file whose tests run them
     r"^(vllm|guidellm|aiperf|llama-benchy) ": "tests/clients/test_benchmarks.py",
@@ -56,7 +55,7 @@ SMALLER = {"--minutes": "0.02", "--device": "cpu", "--dtype": "float32", "--head
 STAND_INS = {"/srv/models/target": "MODEL", "/srv/models/head": "HEAD", "smollm2": "MODEL"}
 FEWER = {
     "generate": ["--max-new-tokens", "4"],
-    "bench": ["--methods", "suffix,eagle3", "--limit", "1", "--max-new-tokens", "4", "--probe", "0"],
+    "bench": ["--methods", "suffix,eagle3", "--limit", "1", "--max-new-tokens", "4"],
     "audit": ["--tokens", "40", "--sampling", "1", "--max-new-tokens", "4"],
     "examine": ["--max-new-tokens", "8"],
     "regenerate": ["--limit", "2", "--max-new-tokens", "4"],

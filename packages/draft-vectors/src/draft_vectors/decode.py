@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_vectors.arrays import Doubles, Floats, log_softmax
-from draft_vectors.heads import HEADS, Node, Target
+from draft_vectors.heads import HEADS, Node, Target, parents_of
 
-__all__ = ["ACCEPT", "DRAFT", "TARGET", "Case", "Cycle", "Decoder", "Noise"]
+__all__ = ["ACCEPT", "DRAFT", "TARGET", "Case", "Cycle", "Decoder", "Noise", "head_folder"]
 
 TARGET, ACCEPT, DRAFT = range(3)  # streams of random numbers
 GOLDEN, MIX_1, MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -42,6 +42,11 @@ class Case:
     window: tuple[int, int] | None = None  # first and last pairs that SEAGLE's cache keeps
     seed: int = 0
     new_tokens: int = 32
+
+
+def head_folder(data: Path, case: Case) -> Path:
+    """Return the folder of a case's head: EAGLE-2 has EAGLE-1's, SEAGLE has EAGLE-3's."""
+    return data / {"eagle2": "eagle1", "seagle": "eagle3"}.get(case.method, case.method)
 
 
 class Noise:
@@ -103,8 +108,7 @@ class Cycle:
     @property
     def parents(self) -> list[int]:
         """The number of each node's parent; -1 for the root."""
-        number = {id(node): n for n, node in enumerate(self.nodes)}
-        return [-1 if node.parent is None else number[id(node.parent)] for node in self.nodes]
+        return parents_of(self.nodes)
 
 
 class Decoder:
@@ -119,8 +123,7 @@ class Decoder:
 
     def __init__(self, data: Path, case: Case, target: Target | None = None) -> None:
         self.case, self.target = case, target or Target(data / "target")
-        folder = {"eagle2": "eagle1", "seagle": "eagle3"}.get(case.method, case.method)
-        self.head = HEADS[case.method](data / folder, self.target, case.window)
+        self.head = HEADS[case.method](head_folder(data, case), self.target, case.window)
         self.noise, self.caches = Noise(case.seed), self.target.new_caches()
         self.lenient, self.stale, self.unmoved, self.offset = 1, False, False, 0
         self.text: list[int] = []

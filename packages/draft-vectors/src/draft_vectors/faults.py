@@ -17,8 +17,6 @@ from draft_vectors.heads import Block, DSpark, Eagle1, Eagle3, Head, Mtp, PEagle
 
 __all__ = ["FAULTS", "Fault"]
 
-FAULTS: dict[str, Fault] = {}
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -28,17 +26,10 @@ class Fault:
     plant: Callable[[Decoder], bool]
 
 
-def fault(says: str) -> Callable[[Callable[[Decoder], bool]], Callable[[Decoder], bool]]:
-    """Add the function below to `FAULTS`, under its name."""
-
-    def add(plant: Callable[[Decoder], bool]) -> Callable[[Decoder], bool]:
-        FAULTS[plant.__name__] = Fault(says, plant)
-        return plant
-
-    return add
-
-
-# --- what the head reads
+def put(changed: Decoder | Head, **values: object) -> bool:
+    """Set attributes, and return True."""
+    vars(changed).update(values)
+    return True
 
 
 def last(decoder: Decoder) -> int:
@@ -48,76 +39,24 @@ def last(decoder: Decoder) -> int:
 
 def shift_layers(decoder: Decoder, by: int) -> bool:
     """Let the head read the states of other layers, and return whether the target has them."""
-    layers = tuple(k + by for k in decoder.head.layers)
-    decoder.head.layers = layers
-    return max(layers) < last(decoder)
+    decoder.head.layers = tuple(k + by for k in decoder.head.layers)
+    return max(decoder.head.layers) < last(decoder)
 
 
-@fault(
-    "the head reads the states one layer above: the ids in config.json count inputs of layers, and the engine takes outputs"
-)
-def layers_one_above(decoder: Decoder) -> bool:
-    return decoder.head.layers[0] != last(decoder) and shift_layers(decoder, 1)
-
-
-@fault(
-    "the head reads the states one layer below: the ids in config.json count outputs of layers, and the engine takes inputs"
-)
-def layers_one_below(decoder: Decoder) -> bool:
-    return shift_layers(decoder, -1)
-
-
-@fault("the head reads the last layer's output before the target's final norm, not after it")
 def no_final_norm(decoder: Decoder) -> bool:
-    found = decoder.head.layers == (last(decoder),)
-    decoder.head.layers = (last(decoder) + 1,)
-    return found
-
-
-@fault("pairs are (feature of token t, token t): the head needs the token after it, t+1")
-def pairs_not_shifted(decoder: Decoder) -> bool:
-    decoder.head.shifted = False
-    return isinstance(decoder.head, Eagle1)
-
-
-# --- norms and RoPE of the head
+    """Let the head read the last layer's output, and return whether it read that after the final norm."""
+    read = decoder.head.layers
+    return put(decoder.head, layers=(last(decoder) + 1,)) and read == (last(decoder),)
 
 
 def leave_out(head: Head, names: dict[type[Head], str]) -> bool:
     """Leave out the norm that is named for the head's class."""
-    for kind, name in names.items():
-        if isinstance(head, kind):
-            head.without.add(name)
-            return True
-    return False
+    name = next((name for kind, name in names.items() if isinstance(head, kind)), None)
+    return name is not None and put(head, without={name})
 
 
-@fault("the norm of the target's features, or of the hidden state that takes their place, is left out")
-def no_norm_of_features(decoder: Decoder) -> bool:
-    names = {
-        PEagle: "layers.0.hidden_norm",
-        Eagle3: "midlayer.hidden_norm",
-        Mtp: "layers.0.hnorm",
-        Block: "hidden_norm",
-    }
-    return leave_out(decoder.head, names)
-
-
-@fault("the head's own norm before the lm_head is left out")
-def no_norm_of_output(decoder: Decoder) -> bool:
-    return leave_out(decoder.head, {Eagle3: "norm", Mtp: "layers.0.post_norm", Block: "norm"})
-
-
-@fault("the next step reads the head's output after its norm, as in EAGLE-3.1; EAGLE-3 reads it before")
-def output_carried_normed(decoder: Decoder) -> bool:
-    head = decoder.head
-    if isinstance(head, Eagle3):
-        head.carries_normed = True
-    return isinstance(head, Eagle3) and not isinstance(head, PEagle)
-
-
-@fault("RoPE pairs dimension i with i+1 (GPT-J's order); these files have LLaMA's halves, i with i + h/2")
 def rope_interleaved(decoder: Decoder) -> bool:
+    """Give queries and keys the order of GPT-J."""
     head = decoder.head
     if not isinstance(head, Eagle1 | Block):
         return False
@@ -132,8 +71,8 @@ def rope_interleaved(decoder: Decoder) -> bool:
     return True
 
 
-@fault("the head's RoPE has another theta than its config.json says (1,000,000 for 10,000)")
 def other_rope_theta(decoder: Decoder) -> bool:
+    """Give the head's layers another theta."""
     head = decoder.head
     if isinstance(head, Eagle1 | Block):
         for layer in head.nets:
@@ -146,33 +85,8 @@ def runs_on_drafts(decoder: Decoder) -> bool:
     return isinstance(decoder.head, Eagle1 | Block) and decoder.case.depth > 1
 
 
-@fault("drafted tokens, or masks, have positions one too large in the head; committed ones are right")
-def draft_positions_one_too_large(decoder: Decoder) -> bool:
-    decoder.head.offset = 1
-    return runs_on_drafts(decoder)
-
-
-# --- from the head's output to tokens
-
-
-@fault("draft ids are taken for the target's: the map d2t is not applied")
-def draft_ids_without_map(decoder: Decoder) -> bool:
-    decoder.head.ids = np.arange(len(decoder.head.ids))
-    return isinstance(decoder.head, Eagle3)
-
-
-@fault(
-    "slots of the block predict other tokens: DFlash's slot i the token at its own place, DSpark's slot i the next one"
-)
-def slots_one_off(decoder: Decoder) -> bool:
-    head = decoder.head
-    if isinstance(head, Block):
-        head.first_slot = 1 - head.first_slot
-    return isinstance(head, Block)
-
-
-@fault("the block has as many slots as tokens are drafted; the head was trained with more, and slots see each other")
 def block_cut_short(decoder: Decoder) -> bool:
+    """Give the block as many slots as tokens are drafted, and return whether it had more."""
     head = decoder.head
     if not isinstance(head, Block):
         return False
@@ -180,49 +94,10 @@ def block_cut_short(decoder: Decoder) -> bool:
     return bool(head.block < whole)
 
 
-@fault("DSpark's Markov head is not added to the logits")
 def no_markov_head(decoder: Decoder) -> bool:
-    name = "markov_head.markov_w2.weight"
-    if isinstance(decoder.head, DSpark):
-        decoder.head.tensors = {**decoder.head.tensors, name: 0 * decoder.head.tensors[name]}
-    return isinstance(decoder.head, DSpark)
-
-
-# --- caches and verification
-
-
-@fault("after a rejection the head's cache keeps what it had drafted: cut it back to the committed tokens")
-def stale_draft_keys(decoder: Decoder) -> bool:
-    decoder.head.stale = True
-    return runs_on_drafts(decoder) and decoder.case.window is None
-
-
-@fault("after a rejection the target's cache keeps the rejected tokens, so the text differs from plain decoding")
-def stale_target_keys(decoder: Decoder) -> bool:
-    decoder.stale = True
-    return True
-
-
-@fault(
-    "the target's cache keeps the first nodes of the tree in place of the accepted ones, so the text differs from plain decoding"
-)
-def accepted_path_not_moved(decoder: Decoder) -> bool:
-    decoder.unmoved = True
-    return decoder.case.branch > 1
-
-
-@fault("the target's pass gives nodes below the root positions one too large, so the text differs from plain decoding")
-def target_positions_one_too_large(decoder: Decoder) -> bool:
-    decoder.offset = 1
-    return True
-
-
-@fault(
-    "the engine accepts drafts with twice their chance, or among the target's two best, so the text differs from plain decoding"
-)
-def lenient_acceptance(decoder: Decoder) -> bool:
-    decoder.lenient = 2
-    return True
+    """Set the matrix of DSpark's Markov head to zero."""
+    head, name = decoder.head, "markov_head.markov_w2.weight"
+    return isinstance(head, DSpark) and put(head, tensors={**head.tensors, name: 0 * head.tensors[name]})
 
 
 class Repeated(Noise):
@@ -238,7 +113,87 @@ class Repeated(Noise):
         return super().of_drafts(0, nodes, node, vocab)
 
 
-@fault("random numbers are read twice: every cycle begins with the same ones again")
-def noise_read_twice(decoder: Decoder) -> bool:
-    decoder.noise = Repeated(decoder.case.seed)
-    return decoder.case.rule != "greedy"
+FEATURE_NORMS: dict[type[Head], str] = {
+    PEagle: "layers.0.hidden_norm", Eagle3: "midlayer.hidden_norm", Mtp: "layers.0.hnorm", Block: "hidden_norm"
+}  # fmt: skip
+OUTPUT_NORMS: dict[type[Head], str] = {Eagle3: "norm", Mtp: "layers.0.post_norm", Block: "norm"}
+FAULTS = {
+    # what the head reads
+    "layers_one_above": Fault(
+        "the head reads the states one layer above: the ids in config.json count inputs of layers, and the engine takes outputs",
+        lambda d: d.head.layers[0] != last(d) and shift_layers(d, 1),
+    ),
+    "layers_one_below": Fault(
+        "the head reads the states one layer below: the ids in config.json count outputs of layers, and the engine takes inputs",
+        lambda d: shift_layers(d, -1),
+    ),
+    "no_final_norm": Fault(
+        "the head reads the last layer's output before the target's final norm, not after it", no_final_norm
+    ),
+    "pairs_not_shifted": Fault(
+        "pairs are (feature of token t, token t): the head needs the token after it, t+1",
+        lambda d: put(d.head, shifted=False) and isinstance(d.head, Eagle1),
+    ),
+    # norms and RoPE of the head
+    "no_norm_of_features": Fault(
+        "the norm of the target's features, or of the hidden state that takes their place, is left out",
+        lambda d: leave_out(d.head, FEATURE_NORMS),
+    ),
+    "no_norm_of_output": Fault(
+        "the head's own norm before the lm_head is left out", lambda d: leave_out(d.head, OUTPUT_NORMS)
+    ),
+    "output_carried_normed": Fault(
+        "the next step reads the head's output after its norm, as in EAGLE-3.1; EAGLE-3 reads it before",
+        lambda d: isinstance(d.head, Eagle3) and put(d.head, carries_normed=True) and not isinstance(d.head, PEagle),
+    ),
+    "rope_interleaved": Fault(
+        "RoPE pairs dimension i with i+1 (GPT-J's order); these files have LLaMA's halves, i with i + h/2",
+        rope_interleaved,
+    ),
+    "other_rope_theta": Fault(
+        "the head's RoPE has another theta than its config.json says (1,000,000 for 10,000)", other_rope_theta
+    ),
+    "draft_positions_one_too_large": Fault(
+        "drafted tokens, or masks, have positions one too large in the head; committed ones are right",
+        lambda d: put(d.head, offset=1) and runs_on_drafts(d),
+    ),
+    # from the head's output to tokens
+    "draft_ids_without_map": Fault(
+        "draft ids are taken for the target's: the map d2t is not applied",
+        lambda d: put(d.head, ids=np.arange(len(d.head.ids))) and isinstance(d.head, Eagle3),
+    ),
+    "slots_one_off": Fault(
+        "slots of the block predict other tokens: DFlash's slot i the token at its own place, DSpark's slot i the next one",
+        lambda d: isinstance(d.head, Block) and put(d.head, first_slot=1 - d.head.first_slot),
+    ),
+    "block_cut_short": Fault(
+        "the block has as many slots as tokens are drafted; the head was trained with more, and slots see each other",
+        block_cut_short,
+    ),
+    "no_markov_head": Fault("DSpark's Markov head is not added to the logits", no_markov_head),
+    # caches and verification
+    "stale_draft_keys": Fault(
+        "after a rejection the head's cache keeps what it had drafted: cut it back to the committed tokens",
+        lambda d: put(d.head, stale=True) and runs_on_drafts(d) and d.case.window is None,
+    ),
+    "stale_target_keys": Fault(
+        "after a rejection the target's cache keeps the rejected tokens, so the text differs from plain decoding",
+        lambda d: put(d, stale=True),
+    ),
+    "accepted_path_not_moved": Fault(
+        "the target's cache keeps the first nodes of the tree in place of the accepted ones, so the text differs from plain decoding",
+        lambda d: put(d, unmoved=True) and d.case.branch > 1,
+    ),
+    "target_positions_one_too_large": Fault(
+        "the target's pass gives nodes below the root positions one too large, so the text differs from plain decoding",
+        lambda d: put(d, offset=1),
+    ),
+    "lenient_acceptance": Fault(
+        "the engine accepts drafts with twice their chance, or among the target's two best, so the text differs from plain decoding",
+        lambda d: put(d, lenient=2),
+    ),
+    "noise_read_twice": Fault(
+        "random numbers are read twice: every cycle begins with the same ones again",
+        lambda d: put(d, noise=Repeated(d.case.seed)) and d.case.rule != "greedy",
+    ),
+}

@@ -22,19 +22,8 @@ from safetensors.numpy import load_file
 from draft_vectors.arrays import Bools, Cache, Floats, Ints, Layer, rms_norm, silu
 
 __all__ = [
-    "HEADS",
-    "Block",
-    "DSpark",
-    "Eagle1",
-    "Eagle3",
-    "Head",
-    "Medusa",
-    "Mtp",
-    "Node",
-    "PEagle",
-    "States",
-    "Target",
-]
+    "HEADS", "Block", "DSpark", "Eagle1", "Eagle3", "Head", "Medusa", "Mtp", "Node", "PEagle", "States", "Target", "parents_of",
+]  # fmt: skip
 
 States = Sequence[Floats]
 
@@ -55,6 +44,12 @@ class Node:
     def path(self) -> list[Node]:
         """Return the nodes from the root to this one."""
         return [*(self.parent.path() if self.parent else ()), self]
+
+
+def parents_of(nodes: Sequence[Node]) -> list[int]:
+    """Return the number of each node's parent; -1 for the root."""
+    number = {id(node): n for n, node in enumerate(nodes)}
+    return [-1 if node.parent is None else number[id(node.parent)] for node in nodes]
 
 
 def visible(old: int, new: Bools) -> Bools:

@@ -22,9 +22,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from draft_vectors.arrays import Floats
-from draft_vectors.decode import Case, Decoder
+from draft_vectors.decode import Case, Decoder, head_folder
 from draft_vectors.faults import FAULTS
-from draft_vectors.heads import Target
+from draft_vectors.heads import Target, parents_of
 
 __all__ = [
     "DATA", "Answer", "Drafted", "Engine", "Observed", "Reference", "Result", "Vectors", "check", "differences",
@@ -110,9 +110,7 @@ class Reference(Engine):
         if (decoder := self.decoder(case)) is None:
             return None
         nodes = decoder.draft(text)
-        number = {id(node): n for n, node in enumerate(nodes)}
-        parents = [-1 if node.parent is None else number[id(node.parent)] for node in nodes]
-        return Drafted([node.token for node in nodes], parents, [node.log_q for node in nodes])
+        return Drafted([node.token for node in nodes], parents_of(nodes), [node.log_q for node in nodes])
 
 
 @dataclass
@@ -156,11 +154,6 @@ def case_of(entry: dict[str, Any]) -> Case:
     """Return a case from its entry in vectors.json."""
     window = tuple(entry["window"]) if entry["window"] else None
     return Case(**{**entry, "choices": tuple(map(tuple, entry["choices"])), "window": window})
-
-
-def head_folder(data: Path, case: Case) -> Path:
-    """Return the folder of a case's head: EAGLE-2 has EAGLE-1's, SEAGLE has EAGLE-3's."""
-    return data / {"eagle2": "eagle1", "seagle": "eagle3"}.get(case.method, case.method)
 
 
 def observe(engine: Engine, case: Case, vectors: Vectors) -> Observed | None:

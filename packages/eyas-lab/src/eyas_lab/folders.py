@@ -8,12 +8,13 @@ read_versioned        reads a JSON file that says its format and version
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import psutil
 
 from eyas.errors import InputError
 from eyas.files import parse_json, write_errors
@@ -73,23 +74,8 @@ def remove_leftovers(folder: str | Path, name: str = "*") -> None:
     """
     for path in Path(folder).glob(f".{name}.tmp"):
         pid = re.search(r"\.(\d+)\.tmp$", path.name)
-        if pid is None or not _is_running(int(pid[1])):
+        if pid is None or not psutil.pid_exists(int(pid[1])):
             path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this machine has this number."""
-    if os.name == "nt":  # where signal 0 is Ctrl-C
-        import psutil
-
-        return bool(psutil.pid_exists(pid))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)
-    return True
 
 
 def read_versioned(

@@ -18,7 +18,7 @@ from eyas.errors import InputError, OptionError
 from eyas_lab.audit import Answer, EyasDeployment, Plan, Referee, audit
 from eyas_lab.audit.arms import ARMS, rule
 from eyas_lab.audit.referee import tolerance
-from eyas_lab.audit.report import html_page, sampled_rows, write_report
+from eyas_lab.audit.report import markdown, sampled_rows, write_report
 from eyas_lab.audit.run import describe, judge
 from eyas_lab.audit.statistics import Finding
 
@@ -68,7 +68,7 @@ def test_eyas_passes_greedily(plain: eyas.LLM, drafting: eyas.LLM, referee: Refe
     assert (greedy["errors"], greedy["first_differences"]) == ([], [])
     assert greedy["tokens"] == 2 * greedy["logprobs"]["tokens"] == 72
     assert greedy["tokens_per_cycle"] > 1
-    assert "Sampled decoding was not audited" in html_page(report)
+    assert "Sampled decoding was not audited" in markdown(report)
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_an_error_and_a_flip_at_a_near_tie(plain: eyas.LLM, referee: Referee, mo
     assert {error["place"] for error in report["greedy"]["errors"]} >= {4}
     assert [found["place"] for found in report["greedy"]["first_differences"]] == [4, 4, 4]
     assert report["greedy"]["together_at_once"] is False
-    assert "<h3>Errors</h3>" in html_page(report)
+    assert "### Errors" in markdown(report)
     monkeypatch.setattr("eyas_lab.audit.referee.tolerance", lambda dtype, layers, width, spread: 1e3 * spread)
     lenient = audit(Wrong(plain, second_best), EyasDeployment(plain), referee, greedy_plan())
     assert lenient["verdict"] == "passed"
@@ -211,7 +211,7 @@ def test_an_interrupted_audit_goes_on(referee: Referee, tmp_path: Path) -> None:
     assert audit(Interrupting(0), Interrupting(0), referee, plan, folder=tmp_path) == report
     assert report["verdict"] == "failed"
     write_report(tmp_path, report)
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.md").read_text()
     assert "What would have been found" in page
     assert "http" not in page
     with pytest.raises(OptionError, match=r"other settings \(plan\)"):

@@ -23,8 +23,6 @@ from eyas_lab.bench.tasks._sources import BUNDLED, TASKS
 
 ROOT = Path(__file__).resolve().parents[4]
 LAB = ROOT / "packages" / "eyas-lab"
-EVAL = ROOT.parent / "shared" / "data" / "eval"
-needs_eval = pytest.mark.skipif(not EVAL.is_dir(), reason="needs the public evaluation files in ../shared/data/eval")
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
@@ -343,20 +341,3 @@ def test_the_bundled_prompts_are_four_of_each_of_six_kinds() -> None:
     assert sum(100 <= length <= 300 for length in lengths) >= 6
     assert max(lengths) <= 400
     assert [name for name, task in TASKS.items() if not task.file and not task.hub] == ["bundled"]
-
-
-@needs_eval
-@pytest.mark.parametrize(
-    ("spec", "count", "tasks"),
-    [
-        ("spec_bench:spec_bench", 480, 6), ("mt_bench:spec_bench/question.jsonl", 80, 1), ("mt_bench:eagle/mt_bench", 80, 1),
-        ("humaneval:human_eval/HumanEval.jsonl.gz", 164, 1), ("gsm8k:gsm8k/test.jsonl", 1319, 1), ("eagle:eagle", 480, 6),
-        ("chats:chat_heldin_300.jsonl.gz", 300, 1), ("alpaca:eagle/alpaca", 80, 1), ("cnn_dm:eagle/sum", 80, 1), ("nq:eagle/qa", 80, 1),
-    ],
-)  # fmt: skip
-def test_public_files_are_read_whole(spec: str, count: int, tasks: int) -> None:
-    """Bug: a real file holds what the made ones above do not. A warning is an error here: every line can be used."""
-    name, _, path = spec.partition(":")
-    prompts = load(f"{name}:{EVAL / path}")
-    assert len(prompts) == len({p.id for p in prompts}) == count
-    assert len({p.task for p in prompts}) == tasks

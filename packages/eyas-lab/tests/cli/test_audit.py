@@ -20,7 +20,6 @@ Run = Callable[..., Any]
     ("arguments", "message"),
     [
         (("--url", "http://x/v1", "--draft", "head"), "--url and --draft are different deployments"),
-        (("--plain-url", "http://x/v1"), "--plain-url goes with --url"),
         (("--sampling", "0"), "with a temperature above 0"),
         (("--sampling", "1:x"), "write T, T:K or T:K:P"),
         (("--sampling", "1:2:0.5:7"), "write T, T:K or T:K:P"),
@@ -55,7 +54,7 @@ def test_eyas_in_this_process(run: Run, tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["verdict"], report["deployment"]) == ("passed", "eyas, eagle2")
     assert "eyas, eagle2: passed" in result.stdout
-    assert "passed" in (tmp_path / "out" / "report.html").read_text()
+    assert "passed" in (tmp_path / "out" / "report.md").read_text()
     again = run(*quick(tmp_path), "--draft", "head", "--method", "eagle2", "--seed", 3)
     assert again.exit_code == 2
     assert "holds an audit with other settings (plan, seed)" in again.stderr

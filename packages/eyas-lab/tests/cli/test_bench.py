@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 Run = Callable[..., Any]
 Refused = Callable[..., str]
-QUICK = ("--max-new-tokens", 8, "--probe", 0)
+QUICK = ("--max-new-tokens", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -213,15 +213,14 @@ def test_a_folder_in_use_and_folders_of_others_are_refused(
 
 
 def test_comparing(run: Run, refused: Refused, bench: tuple[object, ...], tmp_path: Path) -> None:
-    """Guards --compare: folders or files, what differs, one object with --json."""
+    """Guards --compare: folders or files, and what differs."""
     outs = [tmp_path / "a", tmp_path / "b"]
     for seed, out in enumerate(outs):
         assert run(*bench, "--methods", "suffix", "--seed", seed, "--output", out).exit_code == 0
     shown = run("bench", "--compare", outs[0], outs[1] / "summary.json").stdout
     for said in (f"A: {outs[0]} (eyas bench: ", "| 0 | all | suffix |", "Different settings: sampling ("):
         assert said in shown
-    names = {"vanilla", "transformers", "transformers_prompt_lookup", "suffix"}
-    assert {row["method"] for row in summary_of(run("bench", "--compare", *outs, "--json"))["rows"]} == names
+    assert "leave --json out" in refused("bench", "--compare", *outs, "--json")
     assert "cannot be read as a summary" in refused("bench", "--compare", outs[0], tmp_path / "nothing")
 
 
@@ -246,8 +245,8 @@ def test_a_text_of_ours_that_differs_fails_the_run(
     """Bug: a method that is not lossless is a row of the table like others."""
     true = Drafting.answer
 
-    def lie(self: Drafting, question: Question, *watch: Any) -> Answer:
-        said, lies = true(self, question, *watch), self.name != "vanilla" and question.prompt == "mine/2"
+    def lie(self: Drafting, question: Question) -> Answer:
+        said, lies = true(self, question), self.name != "vanilla" and question.prompt == "mine/2"
         return said.replace(token_ids=(*said.token_ids[:-1], 7)) if lies else said
 
     monkeypatch.setattr(Drafting, "answer", lie)
@@ -263,10 +262,10 @@ def test_a_method_that_fails_takes_no_other_one_down(
     """Bug: one method's exception ends the bench with a traceback. Status 1 only when every method failed."""
     true = Drafting.answer
 
-    def fail(self: Drafting, question: Question, *watch: Any) -> Answer:
+    def fail(self: Drafting, question: Question) -> Answer:
         if self.name == "suffix":
             raise AttributeError("broken")
-        return true(self, question, *watch)
+        return true(self, question)
 
     monkeypatch.setattr(Drafting, "answer", fail)
     result = run(*bench, "--methods", "suffix,prompt_lookup", "--json")

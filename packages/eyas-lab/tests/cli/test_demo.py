@@ -53,7 +53,7 @@ def test_demo_of_another_method_on_a_terminal(run: Run, monkeypatch: pytest.Monk
         return ask(self, prompt, place)
 
     monkeypatch.setattr(demo.Demo, "round", stopped)
-    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2", "--threads", 1)
+    result = run(*DEMO, "--max-new-tokens", 6, "--method", "eagle1", "--tree.choices", "chain-2")
     assert result.exit_code == 130, (result.output, result.exception)
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", result.stdout)
     for words in ("╭─ plain decoding ─", "╭─ eagle1 ─", "This run, 2 prompts"):
@@ -85,8 +85,8 @@ def test_demo_says_when_texts_differ(run: Run, monkeypatch: pytest.MonkeyPatch) 
     real = demo.Demo._generate
 
     def other(self: Any, ids: Any, new: int) -> Any:
-        found, seconds = real(self, ids, new)
-        return (*found[:3], 99, *found[4:]), seconds
+        found = real(self, ids, new)
+        return found._replace(token_ids=(*found.token_ids[:3], 99, *found.token_ids[4:]))
 
     monkeypatch.setattr(demo.Demo, "_generate", other)
     monkeypatch.setattr(demo, "EMBEDDED_PROMPTS", ("one",))

@@ -95,7 +95,7 @@ def test_auto_and_a_useless_head_in_a_bench(run: Run, tmp_path: Path) -> None:
 
     def bench(methods: str, output: str, *more: object) -> dict[str, Any]:
         command = ("bench", "--target", "llama", "--draft", "head", "--prompts", prompts, "--methods", methods)
-        short = ("--max-new-tokens", 16, "--probe", 0, "--json")
+        short = ("--max-new-tokens", 16, "--json")
         result = run(*command, *short, "--output", tmp_path / output, *more)
         assert result.exit_code == 0, (result.output, result.exception)
         return last_json(result)

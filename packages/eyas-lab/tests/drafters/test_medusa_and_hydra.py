@@ -23,7 +23,8 @@ from eyas.core.tree import Draft
 from eyas.errors import CheckpointError, OptionError
 from eyas.targets.fingerprints import has_fingerprint
 from eyas_lab.methods import method_hydra, method_medusa
-from eyas_lab.methods.method_medusa import REFERENCE_TREE, Options
+from eyas_lab.methods._heads import REFERENCE_TREE
+from eyas_lab.methods.method_medusa import Options
 from eyas_train.features import layers_for_training
 from heads import features, make, roots_of
 from reference import SAMPLINGS, run
@@ -45,6 +46,7 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 
 
+@torch.inference_mode()
 def grown(drafter: Any, feature_BD: Tensor, roots: CycleInput) -> Draft:
     """The draft below features that Hydra++'s layer has read already."""
     below = drafter.grow_below if isinstance(drafter, METHODS["hydra"]) else drafter.grow
@@ -118,13 +120,11 @@ def test_tokens_of_a_fixed_tree(target: Target, sampling: Sampling, noise: str) 
     siblings differ; score is log q."""
     drafter, feature_BD = make("medusa", target, **{"tree.noise": noise}), features(target, 2)
     roots = roots_of(2, sampling)
-    draft = drafter.grow(feature_BD, roots)
+    draft = grown(drafter, feature_BD, roots)
     assert draft.q_BNV is None
-    coupled = noise == "coupled"
-    scaled = 1.0 if sampling.greedy or not coupled else sampling.temperature
-    logq_BKV = (drafter.logits(feature_BD, 4) / scaled).log_softmax(-1)
+    logq_BKV = (drafter.logits(feature_BD, 4) / (sampling.temperature or 1.0)).log_softmax(-1)
     noise_BKV = roots.noise.gumbel(roots.position_B[:, None] + 1 + torch.arange(4), target.vocab_size)
-    order_BKV = (logq_BKV + noise_BKV if coupled else logq_BKV).argsort(-1, descending=True)
+    order_BKV = (logq_BKV + noise_BKV if noise == "coupled" else logq_BKV).argsort(-1, descending=True)
     for b, (n, path) in itertools.product(range(2), enumerate(REFERENCE_TREE, start=1)):
         token = order_BKV[b, len(path) - 1, path[-1]]
         assert draft.tokens_BN[b, n] == token
@@ -138,7 +138,7 @@ def test_children_depend_on_their_path(target: Target, sampling: Sampling) -> No
     """Guards Hydra's inputs and their order: each node's children are the best of its head over [feature,
     root, path], one node at a time."""
     drafter, roots, feature_BD = make("hydra", target), roots_of(2, sampling), features(target, 2)
-    draft = drafter.grow_below(feature_BD, roots)
+    draft = grown(drafter, feature_BD, roots)
     assert draft.q_BNV is None
     number = {(): 0} | {path: n for n, path in enumerate(REFERENCE_TREE, start=1)}
     for b, path in itertools.product(range(2), REFERENCE_TREE):
@@ -170,7 +170,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(target: Target) -> None:
     """Guards the choice of nodes: of all paths of two heads' ten best tokens, those with the largest products."""
     drafter = make("medusa", target, **{"tree.choices": "dynamic", "tree.nodes": 20, "head.count": 2})
     feature_BD = features(target, 2)
-    draft = drafter.grow(feature_BD, roots_of(2))
+    draft = grown(drafter, feature_BD, roots_of(2))
     best = drafter.logits(feature_BD, 2).log_softmax(-1).topk(10)
     for b in range(2):
         (one, two), (first, second) = best.values[b].tolist(), best.indices[b].tolist()
@@ -189,7 +189,7 @@ def test_trees(target: Target, tmp_path: Path) -> None:
     (tmp_path / "tree.json").write_text(json.dumps([[0], [1], [0, 0], [1, 0], [1, 0, 0]]))
     choices = {"tree.choices": str(tmp_path / "tree.json")}
     drafter = make("medusa", target, **choices)
-    assert drafter.grow(features(target, 1), roots_of(1)).tree.parents_BN.tolist() == [[-1, 0, 0, 1, 2, 4]]
+    assert grown(drafter, features(target, 1), roots_of(1)).tree.parents_BN.tolist() == [[-1, 0, 0, 1, 2, 4]]
     assert drafter.describe()["depth"] == 3
     with pytest.raises(OptionError, match="3 deep, and one level needs one head: this draft has 2"):
         make("medusa", target, **choices, **{"head.count": 2})

@@ -6,7 +6,7 @@
     statistics.py    tests of sampled tokens
     arms.py          biases that must be found, and the power of the tests
     run.py           an audit from the first request to the verdict
-    report.py        JSON, a page of HTML
+    report.py        JSON, Markdown
 
 From Python:
 

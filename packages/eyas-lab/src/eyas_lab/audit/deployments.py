@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedModel
 
 from eyas.api import LLM
@@ -22,6 +21,7 @@ from eyas.core.engine import Decoder
 from eyas.core.params import Sampling
 from eyas.core.requests import Request, Step, check_steps
 from eyas.core.verify import verify
+from eyas_lab.bench.contestants import generate_ids
 
 __all__ = ["Answer", "Ask", "Deployment", "EyasDeployment", "TransformersDeployment", "answer_all"]
 
@@ -133,37 +133,17 @@ def _answer(steps: Sequence[Step]) -> Answer:
 
 
 class TransformersDeployment:
-    """`generate` of transformers.
+    """`generate` of transformers; torch's own generator gets the seed.
 
     Args:
         options: further keywords of `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`.
     """
 
     def __init__(self, model: PreTrainedModel, name: str, eos: Sequence[int], **options: Any) -> None:
-        self.model, self.name, self.eos, self.options = model, name, sorted(eos), options
+        self.model, self.name, self.eos, self.options = model, name, frozenset(eos), options
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-    ) -> Answer:
-        """Answer one request; torch's own generator gets the seed."""
-        torch.manual_seed(seed)
-        ids = torch.tensor([list(prompt_ids)], device=self.model.device)
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        made = self.model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=self.eos or None,
-            pad_token_id=self.eos[0] if self.eos else 0,
-            **(sampled if temperature else {"do_sample": False}),
-            **self.options,
-        )
-        return Answer(tuple(made[0, len(prompt_ids) :].tolist()))
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, **sampling: Any) -> Answer:
+        """Answer one request."""
+        request = Request(tuple(prompt_ids), max_new_tokens, Sampling(**sampling), self.eos)
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        return Answer(tuple(generate_ids(self.model, request, vocab_size, **self.options)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -120,54 +120,46 @@ class _Run:
     def greedy(self) -> Fields:
         plan, texts = self.plan, dict[str, list[Answer]]()
         asks = [Ask(prompt, plan.max_new_tokens, Sampling()) for prompt in plan.prompts]
-        order = {"plain 1": self.plain, "alone 1": self.deployment, "alone 2": self.deployment, "plain 2": self.plain}
+        order = {
+            "plain 1": self.plain,
+            "alone 1": self.deployment,
+            "alone 2": self.deployment,
+            "plain 2": self.plain,
+        }
         order["together"] = self.deployment
         for done, (name, asked) in enumerate(order.items()):
             self.on_progress(done, len(order), f"greedy, {name}")
             part = f"greedy-{name.replace(' ', '-')}"
             texts[name] = self.records.answers(part, partial(answer_all, asked, asks, name == "together"))
-        flips, errors, judged = list[Fields](), list[Fields](), 0
-        for mode in ("alone 1", "together"):
-            for number, answer in enumerate(texts[mode]):
-                judged += len(answer.ids)
-                for found in self._departures(plan.prompts[number], answer):
-                    (flips if found["margin"] <= found["tolerance"] else errors).append(
-                        {"mode": mode.split()[0], "prompt": number, **found}
-                    )
+        departures = list(self._departures("alone", texts["alone 1"])) + list(
+            self._departures("together", texts["together"])
+        )
+        is_error = [not found["margin"] <= found["tolerance"] for found in departures]
         return {
             "prompts": len(asks),
-            "tokens": judged,
+            "tokens": sum(len(answer.ids) for mode in ("alone 1", "together") for answer in texts[mode]),
             "plain_equals_itself": _equal(texts["plain 1"], texts["plain 2"]),
             "equals_itself": _equal(texts["alone 1"], texts["alone 2"]),
             "equals_plain": _equal(texts["plain 1"], texts["alone 1"]),
             "together_equals_alone": _equal(texts["alone 1"], texts["together"]),
             "together_at_once": hasattr(self.deployment, "generate_together"),
-            "first_differences": self._first_differences(texts["plain 1"], texts["alone 1"]),
+            "first_differences": _first_differences(texts["plain 1"], texts["alone 1"]),
             "tokens_per_cycle": _tokens_per_cycle(texts["alone 1"]),
-            "flips": flips,
-            "errors": errors,
+            "flips": [found for found, error in zip(departures, is_error, strict=True) if not error],
+            "errors": [found for found, error in zip(departures, is_error, strict=True) if error],
             "logprobs": self._logprobs(texts["alone 1"]),
         }
 
-    def _departures(self, prompt: Sequence[int], answer: Answer) -> list[Fields]:
-        """Return the tokens of a greedy answer that are not the most probable ones, given the text before them."""
-        if not answer.ids:
-            return []
-        judged = self.referee.judge_greedy(prompt, answer)
-        return [
-            {
-                "place": int(n),
-                "token": answer.ids[n],
-                "best": int(judged.best[n]),
-                "margin": float(judged.margin[n]),
-                "tolerance": float(judged.tolerance[n]),
-            }
-            for n in np.flatnonzero(judged.margin > 0)
-        ]
-
-    def _first_differences(self, plain: Sequence[Answer], other: Sequence[Answer]) -> list[dict[str, int]]:
-        places = (first_difference(a.ids, b.ids) for a, b in zip(plain, other, strict=True))
-        return [{"prompt": i, "place": place} for i, place in enumerate(places) if place is not None]
+    def _departures(self, mode: str, answers: Sequence[Answer]) -> Iterator[Fields]:
+        """Yield the tokens of greedy answers that are not the most probable ones, given the text before them."""
+        for number, answer in enumerate(answers):
+            if not answer.ids:
+                continue
+            judged = self.referee.judge_greedy(self.plan.prompts[number], answer)
+            for n in np.flatnonzero(judged.margin > 0):
+                place = {"mode": mode, "prompt": number, "place": int(n), "token": answer.ids[n]}
+                margin = {"margin": float(judged.margin[n]), "tolerance": float(judged.tolerance[n])}
+                yield {**place, "best": int(judged.best[n]), **margin}
 
     def _logprobs(self, answers: Sequence[Answer]) -> Fields | None:
         """Compare log-probabilities with the referee's, over greedy tokens."""
@@ -191,7 +183,13 @@ class _Run:
         for i, sampling in enumerate(self.plan.samplings):
             self.on_progress(i, len(self.plan.samplings), "pilot")
             tokens = min(PILOT_TOKENS, self.plan.tokens)
-            answers = self._collect(f"pilot-{i}", self.plain, sampling, tokens, 10**7 * (i + 1) + 5 * 10**6)
+            answers = self._collect(
+                f"pilot-{i}",
+                self.plain,
+                sampling,
+                tokens,
+                10**7 * (i + 1) + 5 * 10**6,
+            )
             p_NV = torch.cat([self._p(self.plan.prompts[prompt], answer, sampling) for prompt, answer in answers])
             lengths = [len(answer.ids) for _, answer in answers]
             places = np.concatenate([np.arange(length) for length in lengths])
@@ -218,7 +216,13 @@ class _Run:
         """Return the tests of each sampling."""
         plan, found = self.plan, []
         for i, sampling in enumerate(plan.samplings):
-            answers = self._collect(f"sampled-{i}", self.deployment, sampling, plan.tokens, 10**7 * (i + 1))
+            answers = self._collect(
+                f"sampled-{i}",
+                self.deployment,
+                sampling,
+                plan.tokens,
+                10**7 * (i + 1),
+            )
             evidence, outside, edge = [], [], 0
             for number, (prompt, answer) in enumerate(answers):
                 self.on_progress(number, len(answers), "the referee reads")
@@ -298,7 +302,14 @@ def audit(
         on_power: called with the power of the sampled part before it runs, for each sampling.
     """
     kept = {**(settings or {}), "plan": {**asdict(plan), "samplings": [describe(s) for s in plan.samplings]}}
-    run = _Run(deployment, plain, referee, plan, Records(folder, kept), on_progress)
+    run = _Run(
+        deployment,
+        plain,
+        referee,
+        plan,
+        Records(folder, kept),
+        on_progress,
+    )
     report: Fields = {"deployment": deployment.name, "plain": plain.name, "dtype": referee.dtype}
     report |= {"plan": {**asdict(plan), "prompts": len(plan.prompts)}, "greedy": run.greedy(), "sampled": []}
     if plan.tokens and plan.samplings:
@@ -361,6 +372,11 @@ def describe(sampling: Sampling) -> str:
     parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     return ", ".join(parts)
+
+
+def _first_differences(plain: Sequence[Answer], other: Sequence[Answer]) -> list[dict[str, int]]:
+    places = (first_difference(a.ids, b.ids) for a, b in zip(plain, other, strict=True))
+    return [{"prompt": i, "place": place} for i, place in enumerate(places) if place is not None]
 
 
 def _equal(one: Sequence[Answer], other: Sequence[Answer]) -> int:

@@ -23,10 +23,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from eyas.core.cycle import is_worth_keeping
 from eyas.core.dormant import Policy, with_policy
-from eyas.core.engine import Decoder, Request, Step, Verify, Watch
+from eyas.core.engine import Decoder, Request, Step, Verify
 from eyas.core.options import option_values
 from eyas.core.requests import check_steps
-from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.verify import verify
 from eyas.drafters import Drafter
@@ -36,7 +35,7 @@ from eyas_lab.bench import cost
 from eyas_lab.bench.record import Answer, Memory, answer_from
 from eyas_lab.metrics import Cycle
 
-__all__ = ["Contestant", "Drafting", "Question", "Transformers"]
+__all__ = ["Contestant", "Drafting", "Question", "Transformers", "generate_ids"]
 
 LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, as Spec-Bench sets it (evaluation/inference_pld.py)
 
@@ -95,35 +94,28 @@ class Drafting(Contestant):
         self.name, self.drafter, self.head, self.verify, self.policy = name, drafter, head, verify, policy
         self._idle: Decoder | None = None  # serves the next question too
 
-    def answer(self, question: Question, watch: Watch | None = None) -> Answer:
+    def answer(self, question: Question) -> Answer:
         device = self.drafter.target.device
         # An idle decoder holds the caches of the question before, so nothing can be said of memory
         # beyond them.
         before = None if self._idle is not None else cost.memory(device)
-        answer = answer_from(self.timed(question.request, watch), **question.about(self.name))
+        answer = answer_from(self.timed(question.request), **question.about(self.name))
         comparable = answer.comparable and self.verify is verify
         return answer.replace(memory=_memory(device, before), comparable=comparable)
 
-    def timed(self, request: Request, watch: Watch | None = None) -> Iterator[tuple[Step, float]]:
-        """Every step and its seconds; the time that `watch` or the reader of the steps uses in between is not
-        counted."""
+    def timed(self, request: Request) -> Iterator[tuple[Step, float]]:
+        """Yield every step and its seconds; the time that the reader of the steps uses in between is not counted."""
         since = time.perf_counter()
         decoder, self._idle = self._idle, None
-        plain = watch is None
-        if decoder is None or not plain:
-            decoder = Decoder(
-                self.drafter.target,
-                with_policy(self.drafter, self.policy),
-                verify=self.verify,
-                watch=watch,
-            )
+        if decoder is None:
+            decoder = Decoder(self.drafter.target, with_policy(self.drafter, self.policy), verify=self.verify)
         decoder.add(request)
         while not decoder.finished:
             for step in check_steps(decoder.step()):
                 yield step, step.ended_at - since
                 since = step.ended_at
             since = time.perf_counter()
-        if plain and is_worth_keeping(decoder.cycle_runner):
+        if is_worth_keeping(decoder.cycle_runner):
             self._idle = decoder
 
     def describe(self) -> dict[str, Any]:
@@ -192,10 +184,9 @@ class Transformers(Contestant):
     def answer(self, question: Question) -> Answer:
         request, deliveries = question.request, _Deliveries()
         before = cost.memory(self.target.device)
-        torch.manual_seed(request.sampling.seed)
         began = time.perf_counter()
-        output = self._generate(request, deliveries)
-        token_ids = _cut(output[len(request.prompt) :], request)
+        vocab_size, more = self.target.vocab_size, {"streamer": deliveries, **self.options}
+        token_ids = _cut(generate_ids(self.target.model, request, vocab_size, **more), request)
         # the first delivery is the prompt
         times, counts = deliveries.times[1:], _fit(deliveries.counts[1:], len(token_ids))
         stretches = zip(times, times[1:], counts[1:], strict=False)
@@ -208,24 +199,6 @@ class Transformers(Contestant):
             memory=_memory(self.target.device, before),
             **question.about(self.name),
         )
-
-    def _generate(self, request: Request, streamer: BaseStreamer) -> list[int]:
-        """Prompt and new tokens. Raise ModelError when transformers refuses."""
-        model: Any = self.target.model
-        ids_1T = torch.tensor([request.prompt], device=self.target.device)
-        keywords = {**_ends(request, self.target.vocab_size), **_sampling_keywords(request.sampling), **self.options}
-        with torch.inference_mode():
-            try:
-                output = model.generate(
-                    ids_1T,
-                    attention_mask=torch.ones_like(ids_1T),
-                    streamer=streamer,
-                    max_new_tokens=request.max_new_tokens,
-                    **keywords,
-                )
-            except (ValueError, RuntimeError, TypeError) as error:
-                raise ModelError(f"{self.name}: transformers refuses: {one_line(error, 200)}") from error
-        return list(output[0].tolist())
 
 
 def _cut(token_ids: Sequence[int], request: Request) -> tuple[int, ...]:
@@ -243,22 +216,24 @@ def _fit(counts: Sequence[int], total: int) -> list[int]:
     return fitted
 
 
-def _ends(request: Request, vocab_size: int) -> dict[str, Any]:
-    """Where generate stops. Without EOS ids it gets one that is not a token."""
-    eos = sorted(token for token in request.eos if 0 <= token < vocab_size)
-    return {"eos_token_id": eos or [vocab_size], "pad_token_id": eos[0] if eos else 0}
-
-
-def _sampling_keywords(sampling: Sampling) -> dict[str, Any]:
-    """Return the keywords of generate for this Sampling."""
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if sampling.greedy:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, **penalty}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-        **penalty,
+def generate_ids(model: Any, request: Request, vocab_size: int, **options: Any) -> list[int]:
+    """Return the new tokens by transformers' generate, with the request's seed and these further keywords. Raise
+    ModelError when transformers refuses."""
+    sampling, eos = request.sampling, sorted(token for token in request.eos if 0 <= token < vocab_size)
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    keywords = {
+        "max_new_tokens": request.max_new_tokens,
+        "eos_token_id": eos or [vocab_size],  # without EOS ids one that is not a token
+        "pad_token_id": eos[0] if eos else 0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "do_sample": not sampling.greedy,
+        **(dict.fromkeys(drawn) if sampling.greedy else {**drawn, "min_p": sampling.min_p or None}),
     }
+    ids_1T = torch.tensor([request.prompt], device=model.device)
+    torch.manual_seed(sampling.seed)
+    with torch.inference_mode():
+        try:
+            output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **keywords, **options)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ModelError(f"transformers refuses to generate: {one_line(error, 200)}") from error
+    return list(output[0, len(request.prompt) :].tolist())

@@ -1,19 +1,18 @@
-"""Bytes and operations of a pass of the target, the machine's bandwidth, and the memory in use."""
+"""Bytes that a pass of the target reads, the machine's bandwidth, and the memory in use."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from eyas.core.target import Target
 from eyas.passes import seconds_of
 
-__all__ = ["Need", "bandwidth", "bytes_per_step", "device_seconds", "memory", "need", "peak_memory"]
+__all__ = ["bandwidth", "bytes_per_step", "device_seconds", "memory", "peak_memory"]
 
 REPEATS = 7
 
@@ -26,40 +25,9 @@ def bytes_per_step(target: Target) -> int:
     """
     if (packed := getattr(target.runner, "bytes", None)) is not None:
         return int(packed)
-    return sum(p.numel() * p.element_size() for p in _weights(target))
-
-
-def _weights(target: Target) -> list[Tensor]:
-    """All weights except an embedding table that is not the head's too."""
     embedding, head = target.family.embedding.weight, getattr(target.family.head, "weight", None)
-    return [p for p in target.model.parameters() if p is head or p is not embedding]
-
-
-class Need(NamedTuple):
-    """Bytes and floating-point operations that a pass cannot do without."""
-
-    bytes: float  # read: the weights once, and the keys and values of the committed tokens
-    # for each node, two for each weight, and in attention two for each query head and each number
-    # of the keys and values that it reads
-    flops: float
-
-
-def need(target: Target, nodes: float, context: float) -> Need:
-    """Return the need of a pass over `nodes` nodes of one row, after `context` committed tokens.
-    All experts count: with experts it needs less."""
-    config: Any = target.model.config.get_text_config()
-    window, heads = target.family.window, int(config.num_attention_heads)
-    every = "full_attention" if window is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [every] * len(target.layout)
-    stored = scored = 0.0
-    for shape, kind in zip(target.layout, kinds, strict=False):
-        if shape is not None:
-            kv_heads, *widths = shape
-            seen = context if window is None or kind != "sliding_attention" else min(context, window)
-            stored += kv_heads * sum(widths) * seen
-            scored += heads * sum(widths) * seen
-    weights = sum(p.numel() for p in _weights(target))
-    return Need(bytes_per_step(target) + stored * target.dtype.itemsize, 2 * nodes * (weights + scored))
+    weights = (p for p in target.model.parameters() if p is head or p is not embedding)
+    return sum(p.numel() * p.element_size() for p in weights)
 
 
 def bandwidth(device: torch.device) -> float | None:

@@ -61,18 +61,6 @@ class Entrants:
         return self.simulate_acceptance is not None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An entry of --methods."""
-
-    method: str
-    kind: type[DraftMethod]
-    options: dict[str, Any]
-    draft_with: str | None = None
-    head: str | None = None
-    tree: str | None = None  # "auto" or "fixed"
-
-
 def contestants(entrants: Entrants) -> tuple[list[Contestant], dict[str, str]]:
     """(the contestants, plain decoding and transformers first; those that cannot take part, and
     why)."""
@@ -148,27 +136,23 @@ def _heads(entrants: Entrants) -> dict[str, str]:
 
 def _drafter(entrants: Entrants, text: str, heads: Mapping[str, str]) -> tuple[Drafter, str | None, str]:
     """(a method with its head and options, the head's name, "auto" or "fixed")."""
-    llm, entry = entrants.llm, _parsed(text)
-    kind = entry.kind
+    llm, (name, kind, given, entry) = entrants.llm, _parsed(text)
     known = option_defaults(kind.Options)
-    values = {**{name: value for name, value in entrants.options.items() if name in known}, **entry.options}
+    values = {**{option: value for option, value in entrants.options.items() if option in known}, **given}
     options = build_options(kind.Options, with_small_tree(values, known) if llm.target.name == "embedded" else values)
-    random_head = entry.head == RANDOM and RANDOM not in heads
-    head = None
-    if not random_head:
-        head = (
-            heads.get(entry.head, entry.head) if entry.head else heads.get(entry.method) or heads.get(kind.head_format)
-        )
-    if head is not None or not (entrants.simulated or random_head):
-        if head is None and kind.needs_weights:
-            raise CheckpointError(f"{entry.method} has no head here: {_how_to_get(llm, kind.head_format)}")
-        drafter: Drafter = kind.from_pretrained(head, llm.target, options)
+    wanted = entry.get("head")
+    is_random = wanted == RANDOM and RANDOM not in heads
+    head = heads.get(wanted, wanted) if wanted else heads.get(name) or heads.get(kind.head_format)
+    if is_random or (head is None and entrants.simulated):
+        drafter: Drafter = kind.random(llm.target, options)
+    elif head is None and kind.needs_weights:
+        raise CheckpointError(f"{name} has no head here: {_how_to_get(llm, kind.head_format)}")
     else:
-        drafter = kind.random(llm.target, options)
-    if entry.draft_with is not None:
-        drafter = drafters.merge(drafter, _drafter(entrants, entry.draft_with, heads)[0])
+        drafter = kind.from_pretrained(head, llm.target, options)
+    if "draft_with" in entry:
+        drafter = drafters.merge(drafter, _drafter(entrants, entry["draft_with"], heads)[0])
     usual = mode_of(values)[0] if drafter.max_tree is not None and not entrants.simulated else "fixed"
-    return drafter, RANDOM if random_head else head, entry.tree or usual
+    return drafter, head, entry.get("tree", usual)
 
 
 def _how_to_get(llm: LLM, head_format: str) -> str:
@@ -179,19 +163,17 @@ def _how_to_get(llm: LLM, head_format: str) -> str:
     return f"`{train}` trains one; name it: --draft {head_format}=HEAD"
 
 
-def _parsed(text: str) -> _Entry:
-    """NAME:option=value:... as an entry."""
+def _parsed(text: str) -> tuple[str, type[DraftMethod], dict[str, Any], dict[str, str]]:
+    """Return the method of NAME:option=value:..., its class, its own options, and the options of the entry."""
     name, *parts = text.split(":")
     kind = drafters.find(name)
     known = {option.name: option for option in list_options(kind.Options)}
-    entry: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    options, entry = dict[str, Any](), dict[str, str]()
     for part in parts:
         key, equals, value = part.partition("=")
         key = key.replace("-", "_")
-        if equals and (
-            key == "draft_with" or (key == "head" and kind.head_format) or (key == "tree" and value in MODES)
-        ):
+        is_of_entry = key == "draft_with" or (key == "head" and kind.head_format) or (key == "tree" and value in MODES)
+        if equals and is_of_entry:
             entry[key] = value
         elif key not in known or not equals:
             raise OptionError(f"--methods {text}: unknown option {key!r}; {near(key, [*known, *ENTRY_OPTIONS])}")
@@ -200,7 +182,7 @@ def _parsed(text: str) -> _Entry:
                 options[key] = parse_option(known[key], value)
             except OptionError as error:
                 raise OptionError(f"--methods {text}: {error}") from error
-    return _Entry(name, kind, options, **entry)
+    return name, kind, options, entry
 
 
 def _check_options(texts: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -21,8 +21,7 @@ import numpy as np
 from eyas_lab.metrics import Cycle
 
 __all__ = [
-    "RESAMPLES", "Interval", "bootstrap", "difference_of_ratios", "mean_acceptance_length", "ratio", "ratio_of_ratios",
-    "relative_cycle_cost",
+    "RESAMPLES", "Interval", "bootstrap", "mean_acceptance_length", "ratio", "ratio_of_ratios", "relative_cycle_cost",
 ]  # fmt: skip
 
 Interval = tuple[float, float | None, float | None]  # (value, low, high)
@@ -49,12 +48,6 @@ def ratio(over: Any, under: Any) -> Any:
 def ratio_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
     """Return a ratio of sums over a baseline's ratio, for `bootstrap`: for example a speed-up."""
     return ratio(over, under) / ratio(base_over, base_under)
-
-
-def difference_of_ratios(over: Any, under: Any, base_over: Any, base_under: Any) -> Any:
-    """Return a ratio of sums less a baseline's ratio, for `bootstrap`: for example a
-    difference of taus."""
-    return ratio(over, under) - ratio(base_over, base_under)
 
 
 def bootstrap(

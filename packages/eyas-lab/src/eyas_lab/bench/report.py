@@ -5,7 +5,8 @@ A summary carries the number of its format; another one is refused. This module 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from eyas.files import parse_json
 from eyas_lab import metrics
 from eyas_lab.bench.record import FORMAT
 from eyas_lab.bench.rows import ALL
-from eyas_lab.bench.trees import Line, draw
+from eyas_lab.markdown import table
 
-__all__ = ["COLUMNS", "cells", "compared", "comparison", "headline", "markdown", "read_summary", "sections"]
+__all__ = ["COLUMNS", "cells", "comparison", "markdown", "read_summary", "sections"]
 
 Summary = Mapping[str, Any]
 Row = Mapping[str, Any]
-BASELINES = ("vanilla", "transformers", "transformers_prompt_lookup", "transformers_assisted")
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ NOTES = (
     "the median. Brackets: 95 %, bootstrap over prompts, paired; of few prompts they are too narrow. Nodes: verified per cycle, the root "
     "included. MAL: mean acceptance length, 1 + accepted / drafts before cutting. Milliseconds of a cycle by the host's clock: on a GPU a "
     "stage's work may be waited for in a later one. R: tokens per second over what plain decoding would reach if it did nothing but read "
-    "the weights. n-alpha: acceptance in a chain after n accepted draft tokens."
+    "the weights."
 )
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows
 
@@ -126,171 +126,77 @@ def _tables(summary: Summary) -> list[Table]:
         if task == ALL:
             cycle_rows = [cycle_cells(r) for r in rows if not r.get("error")]
             cycles.append((f"T = {temperature:g}, {CYCLES}", CYCLE_COLUMNS, cycle_rows))
-    columns, probed = probe_table(summary)
-    probes: list[Table] = [("Drafted trees, node by node", columns, probed)] if probed else []
-    return [*main, *cycles, *probes, *tasks]
-
-
-def probe_table(summary: Summary) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows: n-alpha of chains, and how well a draft's confidence predicts acceptance. No
-    rows where nothing was probed."""
-    probes = summary["probes"]
-    depth = max((len(probe["n_alpha"] or ()) for probe in probes.values()), default=0)
-    rows = []
-    for name, probe in probes.items():
-        alphas = [*(probe["n_alpha"] or ()), *[None] * depth][:depth]
-        rows.append((name, *(number(alpha) for alpha in alphas), number(probe["calibration_error"], 3)))
-    return ("method", *(f"{n}-alpha" for n in range(depth)), "calibration error"), rows
+    return [*main, *cycles, *tasks]
 
 
 # --- pages -------------------------------------------------------------------------------------------
 
 
-def headline(summary: Summary) -> list[str]:
-    """Return the result in one sentence or two: the fastest method, and whether the texts are equal."""
-    pooled = [row for row in summary["rows"] if row["task"] == ALL]
-    first = [row for row in pooled if row["temperature"] == pooled[0]["temperature"]]
-    methods = [row for row in first if row["method"] not in BASELINES and row["speedup"] is not None]
-    lines = list[str]()
-    if methods:
-        best = max(methods, key=lambda row: row["speedup"])
-        speedup = number(best["speedup"], 2, (best["speedup_low"], best["speedup_high"]))
-        lines.append(
-            f"{best['method']} decodes {speedup} times as fast as plain decoding "
-            f"(T = {best['temperature']:g}, {best['prompts']} prompts, {number(best['tau'])} tokens per pass of the target)."
-        )
-        if (theirs := best["speedup_vs_transformers_interval"]) is not None:
-            lines.append(f"That is {number(theirs[0], 2, theirs[1:])} times as fast as transformers' generate.")
-    else:
-        lines.append(
-            f"Plain decoding: {number(next((r['tokens_per_second'] for r in first if r['method'] == 'vanilla'), None), 1)} tokens/s."
-        )
-    comparable = [row for row in pooled if row["equal"] is not None]
-    differ = sum(len(row["differ"]) for row in comparable)
-    answers = sum(row["prompts"] for row in comparable)
-    if comparable:
-        equal = "All texts that are compared equal plain decoding's."
-        lines.append(equal if not differ else f"{differ} of {answers} texts differ from plain decoding's.")
-    return lines
-
-
 def markdown(summary: Summary) -> str:
-    """Return the headline, the tables, the machine, and the notes that explain them."""
-    lines = [f"# {summary['title']}", "", *headline(summary), ""]
+    """Return the tables, the machine, and the notes that explain them."""
+    lines = [f"# {summary['title']}", ""]
     lines += [f"**{warning}**\n" for warning in summary["warnings"]]
     lines += [f"**{name} failed and is in no figure: {why}**\n" for name, why in summary.get("failed", {}).items()]
     for title, columns, rows in _tables(summary):
-        lines += [f"## {title}", "", *_table(columns, rows), ""]
-    for sample in summary.get("samples", ()):
-        others = (
-            f"Other texts: {', '.join(sample['differ'])}." if sample["differ"] else "The same text by every method."
-        )
-        lines += [
-            f"## {sample['prompt']}",
-            "",
-            "~~~~",
-            sample["question"],
-            "",
-            sample["answer"],
-            "~~~~",
-            "",
-            others,
-            "",
-        ]
-    if tree := summary.get("tree"):
-        drawn = draw([Line(*line) for line in tree["lines"]])
-        lines += [f"## One cycle's tree ({tree['method']}): {tree['tokens']} tokens from one pass", ""]
-        lines += ["~~~~", drawn, "~~~~", ""]
+        lines += [f"## {title}", "", *table(columns, rows), ""]
     lines += [f"Not run: {name}: {why}" for name, why in summary["skipped"].items()]
-    machine = [f"`{summary['command']}`", "", machine_line(summary["machine"]), "", run_line(summary)]
-    return "\n".join([*lines, "", *machine, "", NOTES, ""])
+    return "\n".join([*lines, "", f"`{summary['command']}`", "", *_facts(summary), "", NOTES, ""])
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
-
-
-def machine_line(machine: Mapping[str, Any]) -> str:
-    """Return the machine card in one line."""
-
-    def shown(name: str, value: Any) -> str:
-        if isinstance(value, Mapping):
-            return ", ".join(
-                f"{k.removesuffix('_bytes').replace('_', ' ')} {shown(k, v)}" for k, v in value.items() if v is not None
-            )
-        if isinstance(value, list):
-            return ", ".join(shown(name, v) for v in value)
-        if name.endswith("_bytes"):
-            return f"{value / 1e9:.1f} GB"
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    known = {name: value for name, value in machine.items() if value not in (None, "", [], {})}
-    return "; ".join(
-        f"{name.removesuffix('_bytes').replace('_', ' ')}: {shown(name, value)}" for name, value in known.items()
-    )
-
-
-def run_line(summary: Summary) -> str:
-    """Measurements of the machine, and of the run as a whole, in one line."""
+def _facts(summary: Summary) -> Iterator[str]:
+    """Yield the measurements of the run as a whole, and the machine card."""
     bandwidth, peak = summary["bandwidth"], summary["peak_memory_bytes"]
-    parts = [f"weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"]
-    parts += [f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
-    parts += [f"peak memory: {peak / 1e6:,.0f} MB"] if peak else []
-    return "; ".join([*parts, f"answering took {summary['minutes']:.1f} minutes"])
+    yield f"- weights read per step: {summary['bytes_per_step'] / 1e6:,.1f} MB"
+    if bandwidth:
+        yield f"- memory bandwidth: {bandwidth / 1e9:.1f} GB/s"
+    if peak:
+        yield f"- peak memory: {peak / 1e6:,.0f} MB"
+    yield f"- answering took {summary['minutes']:.1f} minutes"
+    for name, value in summary["machine"].items():
+        if value not in (None, "", [], {}):
+            yield f"- {name}: {value if isinstance(value, str) else json.dumps(value)}"
 
 
 # --- two summaries -----------------------------------------------------------------------------------
 
-SIDE = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "tau", "c")
 LONG = ("methods", "prompts", "texts", "fingerprint")  # settings whose two values are not shown
 
 
-def compared(a: Summary, b: Summary) -> dict[str, Any]:
-    """Rows of both side by side, and the settings that differ. Raise InputError when they have no row in common."""
-    keys = ("temperature", "task", "method")
-    rows = {tuple(r[k] for k in keys): r for r in a["rows"]}
-    pairs = [(rows[key], r) for r in b["rows"] if (key := tuple(r[k] for k in keys)) in rows]
+def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
+    """Return two summaries side by side as Markdown. The ratio of two runs includes the drift between them, and the
+    text says so. Raise InputError if they have no row in common."""
+    rows = {(r["temperature"], r["task"], r["method"]): r for r in a["rows"]}
+    pairs = [(key, (rows[key], r)) for r in b["rows"] if (key := (r["temperature"], r["task"], r["method"])) in rows]
     if not pairs:
         raise InputError("these two benches have no method, task and temperature in common")
-    table = []
-    for first, second in pairs:
-        speeds = (second["tokens_per_second"], first["tokens_per_second"])
-        sides = {name: {k: row[k] for k in SIDE} for name, row in (("a", first), ("b", second))}
-        table.append(
-            {**{k: first[k] for k in keys}, "ratio": round(speeds[0] / speeds[1], 4) if all(speeds) else None, **sides}
-        )
-    differ = {}
-    for name in sorted(a["settings"].keys() | b["settings"].keys()):
-        both = [x["settings"].get(name) for x in (a, b)]
-        if both[0] != both[1]:
-            differ[name] = both if name not in LONG else None
-    return {"titles": [a["title"], b["title"]], "rows": table, "differ": differ}
-
-
-def comparison(a: Summary, b: Summary, names: tuple[str, str]) -> str:
-    """Two summaries side by side as Markdown. The ratio of two runs includes the drift between
-    them, and the text says so."""
-    both_runs = compared(a, b)
-    columns = ["T", "task", "method"]
-    columns += [f"{what} {name}" for what in ("tok/s", "speed-up", "tau", "c") for name in ("A", "B")]
-    columns.insert(5, "B / A")
-    rows = []
-    for row in both_runs["rows"]:
-        sides = (row["a"], row["b"])
-        speeds = [number(side["tokens_per_second"], 1) for side in sides]
+    columns = (
+        "T",
+        "task",
+        "method",
+        "tok/s A",
+        "tok/s B",
+        "B / A",
+        "speed-up A",
+        "speed-up B",
+        "tau A",
+        "tau B",
+        "c A",
+        "c B",
+    )
+    lines_of = []
+    for (temperature, task, method), sides in pairs:
+        speeds = [side["tokens_per_second"] for side in sides]
         gains = [number(side["speedup"], 2, (side["speedup_low"], side["speedup_high"])) for side in sides]
-        others = [number(side[k]) for k in ("tau", "c") for side in sides]
-        rows.append(
-            [f"{row['temperature']:g}", row["task"], row["method"], *speeds, number(row["ratio"]), *gains, *others]
-        )
-    lines = [
-        f"{letter}: {name} ({title})" for letter, name, title in zip("AB", names, both_runs["titles"], strict=True)
-    ]
-    shown = [name if both is None else f"{name} ({both[0]} / {both[1]})" for name, both in both_runs["differ"].items()]
-    settings = [f"Different settings: {', '.join(shown)}.", ""] if shown else []
+        others = [number(side[name]) for name in ("tau", "c") for side in sides]
+        ratio = number(speeds[1] / speeds[0] if all(speeds) else None)
+        lines_of.append([f"{temperature:g}", task, method, *(number(x, 1) for x in speeds), ratio, *gains, *others])
+    titles = zip("AB", names, (a["title"], b["title"]), strict=True)
+    lines = [f"{letter}: {name} ({title})" for letter, name, title in titles]
+    differ = []
+    for name in sorted(a["settings"].keys() | b["settings"].keys()):
+        first, second = (side["settings"].get(name) for side in (a, b))
+        if first != second:
+            differ.append(name if name in LONG else f"{name} ({first} / {second})")
+    settings = [f"Different settings: {', '.join(differ)}.", ""] if differ else []
     drift = "Tokens/s of two runs differ by the machine's drift too; speed-ups are within one run each."
-    return "\n".join([*lines, "", *_table(columns, rows), "", *settings, drift])
+    return "\n".join([*lines, "", *table(columns, lines_of), "", *settings, drift])

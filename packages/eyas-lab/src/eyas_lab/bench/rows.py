@@ -27,7 +27,7 @@ from eyas_lab.bench.intervals import (
 from eyas_lab.bench.record import Answer
 from eyas_lab.metrics import STAGES, Cycle, acceptance_by_depth
 
-__all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_by_position", "tau_of", "utilisation"]
+__all__ = ["ALL", "by_prompt", "rows", "speed_of", "speedup", "stage_ms", "tau_of", "utilisation"]
 
 ALL = "all"  # the task that pools the others
 DEPTH = 8  # deepest depth in acceptance by depth
@@ -95,22 +95,6 @@ def utilisation(speed: float, bytes_per_step: float, bandwidth: float | None) ->
     return None if not bandwidth else speed * bytes_per_step / bandwidth
 
 
-def tau_by_position(answers: Iterable[Answer]) -> list[dict[str, float]]:
-    """tau by the tokens before the cycle, the prompt's included: "from" a power of two up to the
-    next one."""
-    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    for answer in answers:
-        position = answer.prompt_tokens + len(answer.token_ids) - answer.emitted
-        for cycle in answer.cycles:
-            begin = 1 << (position.bit_length() - 1)
-            counts[begin][0] += 1
-            counts[begin][1] += cycle.emitted
-            position += cycle.emitted
-    return [
-        {"from": begin, "cycles": n, "tau": round(emitted / n, 4)} for begin, (n, emitted) in sorted(counts.items())
-    ]
-
-
 def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | None = None) -> list[dict[str, Any]]:
     """A row for each temperature, task and contestant, in the order of their first answers.
 
@@ -132,7 +116,15 @@ def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | No
                 row = _row([] if error else ours, sets.get("vanilla", []), sets.get("transformers", []))
                 speed = row["tokens_per_second"]
                 row["R"] = None if speed is None else _round(utilisation(speed, bytes_per_step, bandwidth), 3)
-                table.append({"method": method, "task": task, "temperature": temperature, **row, "error": error})
+                table.append(
+                    {
+                        "method": method,
+                        "task": task,
+                        "temperature": temperature,
+                        **row,
+                        "error": error,
+                    }
+                )
     return table
 
 
@@ -155,7 +147,14 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "tau": _round((tau or (None,))[0]),
         "tau_interval": _interval(tau),
         "mean_acceptance_length": _round(mean_acceptance_length(cycles)),
-        "c": _round(relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)),
+        "c": _round(
+            relative_cycle_cost(
+                sum(a.decode_seconds for a in ours),
+                len(cycles),
+                plain_seconds,
+                plain_cycles,
+            )
+        ),
         "equal": all(a.differs is None for a in ours) if any(a.comparable for a in ours) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in ours if a.differs is not None],
         "cycles": len(cycles),
@@ -163,7 +162,6 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "drafted": drafted if reported else None,
         "accepted": sum(c.accepted for c in cycles),
         "acceptance_by_depth": [_round(rate) for rate in acceptance_by_depth(cycles, DEPTH)] if drafted else [],
-        "tau_by_position": tau_by_position(ours),
         "cycle_ms": {name: round(value, 3) for name, value in stage_ms(cycles).items()},
         "first_token_ms": round(1e3 * float(np.median([a.prefill_seconds for a in ours])), 2) if ours else None,
         "memory_bytes": max((a.memory.beyond for a in ours if a.memory and a.memory.beyond is not None), default=None),

@@ -15,26 +15,14 @@ from eyas.hardware.machine import Snapshot, Used, busy
 from eyas.passes import verify_cost
 from eyas_lab.bench import cost, report, rows
 from eyas_lab.bench.card import card
-from eyas_lab.bench.contestants import Drafting
-from eyas_lab.bench.probe import probe
 from eyas_lab.bench.record import FORMAT, Answer
-from eyas_lab.bench.run import VANILLA, Bench, OnPrompt
-from eyas_lab.bench.tasks import Prompt
-from eyas_lab.bench.trees import deepest_cycle, tree_lines, tree_nodes
+from eyas_lab.bench.run import Bench
 
 __all__ = ["summarise", "write", "wrong_texts"]
 
 NEAR_TIE = 1e-5  # distance of two logits in float32: below it, either token is plain decoding's
 NEAR_TIE_OF_KERNELS = 2e-4  # where kernels run the target: transformers' own forward rounds otherwise
-RUNS_BY = {  # a runner's name -> how the title tells it
-    "kernels": "compiled kernels",
-    "model": "its own forward",
-    "graphs": "CUDA graphs",
-    "compiled graphs": "CUDA graphs, compiled layers",
-}
-SAMPLES = 3  # prompts whose texts the report shows
 LEAST_CYCLE = 0.95  # of a cycle in plain steps; noise of a quiet machine is 5 %
-SAMPLE_LETTERS = 600
 
 
 def summarise(
@@ -42,27 +30,18 @@ def summarise(
     answers: Sequence[Answer],
     before: Snapshot,
     command: str,
-    *,
-    probe_prompts: int = 6,
     skipped: Mapping[str, str] | None = None,
-    on_prompt: OnPrompt = lambda done, total, what: None,
 ) -> dict[str, Any]:
-    """Return the summary. Measurements other than the answers are made here: trees node by node,
-    bandwidth, a pass's time against its nodes.
+    """Return the summary. Measurements other than the answers are made here: bandwidth, and a
+    pass's time against its nodes.
 
     Args:
         before: the snapshot of this run's beginning.
         skipped: contestants that cannot take part -> the reason.
 
-    Where acceptance is simulated, title and warnings say so, and no tree is looked at.
+    Where acceptance is simulated, title and warnings say so.
     """
     target, settings = bench.llm.target, bench.settings()
-    jobs = len(bench.prompts) * len(bench.temperatures)
-    probes = dict[str, Any]()
-    if not bench.simulated:
-        for name, found in probe(bench, probe_prompts):
-            on_prompt(jobs, jobs, f"looked at the trees of {name}")
-            probes[name] = found
     bandwidth, weights = cost.bandwidth(target.device), cost.bytes_per_step(target)
     table = rows.rows(answers, weights, bandwidth)
     return {
@@ -73,9 +52,6 @@ def summarise(
         "machine": card(before, dtype=settings["dtype"], device=settings["device"]),
         "rows": table,
         "failed": dict(bench.failed),
-        "samples": _samples(bench, answers),
-        "tree": None if bench.simulated else _tree(bench, table),
-        "probes": probes,
         "verify_cost": verify_cost(target),
         "bytes_per_step": weights,
         "bandwidth": None if bandwidth is None else round(bandwidth),
@@ -90,31 +66,23 @@ def _title(bench: Bench, settings: Mapping[str, Any]) -> str:
     forms = ("weights", "activations", "kv", "draft_weights")
     kept = ("exact", "auto")  # auto: the drafts' default
     rounded = [f"{form.replace('_', ' ')} rounded to {settings[form]}" for form in forms if settings[form] not in kept]
-    how = ", ".join((RUNS_BY[settings["runs_by"]], *rounded))
+    how = ", ".join((settings["runs_by"], *rounded))
     title = f"eyas bench: {bench.llm.target.name}, {settings['dtype']}, {settings['device']}, by {how}"
     return title + (" (SIMULATED acceptance)" if bench.simulated else "")
 
 
 def _warnings(bench: Bench, answers: Sequence[Answer], threads: int) -> list[str]:
-    warnings = []
-    if bench.simulated:
-        warnings.append(
-            f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured."
-        )
-    if line := busy(_others(answers), threads):
-        warnings.append(line)
-    return warnings
+    given = f"Acceptance is simulated ({bench.simulated}): tau was given, texts mean nothing; times are measured."
+    return [line for line in (given if bench.simulated else None, busy(_others(answers), threads)) if line]
 
 
 def slow_baseline(table: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a warning where cycles took less time than plain steps: each cycle contains a whole pass, so something
     slowed plain decoding, and the speed-ups are too high. Rows of less than a second are left out."""
     timed = (row for row in table if row["c"] is not None and row["tokens"] > row["tokens_per_second"])
-    wrong = [f"{row['method']} on {row['task']} ({row['c']:.2f})" for row in timed if row["c"] < LEAST_CYCLE]
-    found = ", ".join(wrong)
-    return [f"cycles cost less than a plain step, so plain decoding was disturbed: {found}; measure again"] * bool(
-        wrong
-    )
+    wrong = ", ".join(f"{row['method']} on {row['task']} ({row['c']:.2f})" for row in timed if row["c"] < LEAST_CYCLE)
+    told = f"cycles cost less than a plain step, so plain decoding was disturbed: {wrong}; measure again"
+    return [told] if wrong else []
 
 
 def _others(answers: Sequence[Answer]) -> Used:
@@ -123,58 +91,6 @@ def _others(answers: Sequence[Answer]) -> Used:
     each = {(a.temperature, a.prompt): a.around for a in answers if a.around is not None}.values()
     known = all(used.others is not None for used in each)
     return Used(sum(used.seconds for used in each), sum(used.others or 0.0 for used in each) if known else None)
-
-
-def _samples(bench: Bench, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Plain decoding's texts of the first prompts, and the methods whose texts differ."""
-    samples = []
-    for prompt in bench.prompts[:SAMPLES]:
-        here = [a for a in answers if (a.prompt, a.turn, a.temperature) == (prompt.id, 0, bench.temperatures[0])]
-        plain = next((a for a in here if a.method == VANILLA), None)
-        if plain is not None:
-            differ = [a.method for a in here if a.differs is not None]
-            samples.append(
-                {"prompt": prompt.id, "question": _question(prompt), "answer": _text(bench, plain), "differ": differ}
-            )
-    return samples
-
-
-def _question(prompt: Prompt) -> str:
-    if prompt.prompt_ids:
-        return (
-            f"token ids {', '.join(map(str, prompt.prompt_ids[:12]))}{', ...' if len(prompt.prompt_ids) > 12 else ''}"
-        )
-    text = prompt.turns[0] if prompt.turns else str((prompt.messages or [{}])[-1].get("content", ""))
-    return text if len(text) <= SAMPLE_LETTERS else f"... {text[-SAMPLE_LETTERS:]}"
-
-
-def _text(bench: Bench, answer: Answer) -> str:
-    if bench.llm.tokenizer is None:
-        return " ".join(map(str, answer.token_ids[:60]))
-    return str(bench.llm.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)).strip()[:SAMPLE_LETTERS]
-
-
-def _tree(bench: Bench, table: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """A cycle of the fastest method on the first prompt; None where nothing is drafted."""
-
-    def text(token: int) -> str:
-        return repr(bench.llm.tokenizer.decode([token])) if bench.llm.tokenizer else str(token)
-
-    pooled = {
-        r["method"]: r["speedup"] for r in table if r["task"] == rows.ALL and r["temperature"] == bench.temperatures[0]
-    }
-    ours = [c for c in bench.contestants if isinstance(c, Drafting) and c.name != VANILLA and pooled.get(c.name)]
-    for contestant in sorted(ours, key=lambda c: -pooled[c.name]):
-        try:
-            request = next(bench.questions(bench.prompts[0], bench.temperatures[0])).request
-            step = deepest_cycle(contestant.drafter, request)
-        except Exception:  # a picture is no reason to lose a bench
-            continue
-        if step is not None:
-            lines = [list(line) for line in tree_lines(tree_nodes(step, text))]
-            prompt = bench.prompts[0].id
-            return {"method": contestant.name, "prompt": prompt, "tokens": len(step.tokens), "lines": lines}
-    return None
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:

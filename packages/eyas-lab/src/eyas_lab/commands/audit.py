@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,10 +32,7 @@ from eyas.files import parse_json
 if TYPE_CHECKING:
     from eyas.api import LLM
     from eyas.core.params import Sampling
-    from eyas_lab.audit import Deployment, Plan, Referee
-    from eyas_lab.audit.run import OnProgress
-
-Fields = Mapping[str, Any]
+    from eyas_lab.audit import Deployment, Plan
 
 GROUP = "Information"
 STATUS = {"passed": 0, "failed": 1, "not enough data": 3}
@@ -68,8 +64,6 @@ class AuditOptions:
 
     url: Annotated[str | None, "Server", "URL"] = None
     """A server of OpenAI's interface: http://127.0.0.1:8000/v1."""
-    plain_url: Annotated[str | None, "Server", "URL"] = None
-    """Second server, started without drafts, to compare greedy texts with. Default: plain decoding of eyas."""
     model: Annotated[str, "Server", "NAME"] = ""
     """The model's name there. Default: the first one that the server lists."""
     server_dtype: Annotated[Literal["float32", "bfloat16", "float16", "int8"], "Server"] = "float32"
@@ -107,48 +101,52 @@ def command(*, job: AuditOptions, draft: DraftOptions, model: TargetOptions, opt
 
     samplings, extra = _check(job, draft, model), _extra_body(job.extra_body)
     plain = load(model, DraftOptions(method="vanilla"), {})
-    plan = Plan(_prompts(job, plain), samplings, job.tokens, job.max_new_tokens, job.error, job.seed)
-    folder = Path(job.output)
-    with locked_folder(folder), interruptible(lambda: f"what is done is kept in {folder}; the same command goes on"):
-        if job.self_test:
-            return _self_test(job, model, draft, options, plain, plan, folder)
-        deployment = _deployment(job, model, draft, options, plain, extra)
-        compared = _server(job.plain_url, job, plain, extra) if job.plain_url else _plain(plain, job)
-        settings = {**asdict(model), **asdict(draft), **dict(options), **asdict(job)}
-        report = _run_audit(deployment, compared, _referee(plain, job), plan, folder, settings)
-    return _shown(report, folder, job.as_json)
+    plan = Plan(
+        _prompts(job, plain),
+        samplings,
+        job.tokens,
+        job.max_new_tokens,
+        job.error,
+        job.seed,
+    )
+    audit = _Audit(
+        job,
+        model,
+        draft,
+        options,
+        plain,
+        plan,
+        extra,
+    )
+    kept = f"what is done is kept in {job.output}; the same command goes on"
+    with locked_folder(Path(job.output)), interruptible(lambda: kept):
+        return audit.self_test() if job.self_test else audit.run()
 
 
 def _check(job: AuditOptions, draft: DraftOptions, model: TargetOptions) -> tuple[Sampling, ...]:
     """Refuse bad input before anything is loaded; return the samplings."""
-    from eyas.core.params import Sampling
-
-    named = [
-        name
-        for name, value in (("--url", job.url), ("--assistant", job.assistant), ("--draft", draft.draft))
-        if value is not None
-    ]
-    if len(named) > 1:
+    deployments = {"--url": job.url, "--assistant": job.assistant, "--draft": draft.draft}
+    if len(named := [name for name, value in deployments.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named)} are different deployments: audit one at a time")
-    if job.plain_url and not job.url:
-        raise UsageError("--plain-url goes with --url")
     if job.error >= 0.5:
         raise OptionError("--error must be below 0.5")
-    forms = {model.weights, model.activations, model.kv}
-    if forms != {"exact"}:
+    if {model.weights, model.activations, model.kv} != {"exact"}:
         raise OptionError("the referee is the target as it is: leave --weights, --activations and --kv out")
-    made = []
-    for text in job.sampling:
-        numbers = text.split(":")
-        try:
-            top_k, top_p = int((numbers[1:2] or ["0"])[0]), float((numbers[2:3] or ["1"])[0])
-            sampling = Sampling(float(numbers[0]), top_k=top_k, top_p=top_p)
-        except ValueError as error:
-            raise OptionError(f"--sampling {text!r}: write T, T:K or T:K:P, such as 0.7:50:0.9 ({error})") from None
-        if sampling.greedy or len(numbers) > 3:
-            raise OptionError(f"--sampling {text!r}: write T, T:K or T:K:P with a temperature above 0")
-        made.append(sampling)
-    return tuple(dict.fromkeys(made))
+    return tuple(dict.fromkeys(map(_sampling, job.sampling)))
+
+
+def _sampling(text: str) -> Sampling:
+    from eyas.core.params import Sampling
+
+    numbers = text.split(":")
+    try:
+        top_k, top_p = int((numbers[1:2] or ["0"])[0]), float((numbers[2:3] or ["1"])[0])
+        sampling = Sampling(float(numbers[0]), top_k=top_k, top_p=top_p)
+    except ValueError as error:
+        raise OptionError(f"--sampling {text!r}: write T, T:K or T:K:P, such as 0.7:50:0.9 ({error})") from None
+    if sampling.greedy or len(numbers) > 3:
+        raise OptionError(f"--sampling {text!r}: write T, T:K or T:K:P with a temperature above 0")
+    return sampling
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
@@ -174,148 +172,143 @@ def _prompts(job: AuditOptions, llm: LLM) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _plain(llm: LLM, job: AuditOptions) -> Deployment:
-    from eyas_lab.audit import EyasDeployment
+@dataclass
+class _Audit:
+    """The audits of one command, with the target decoded plainly as their measure."""
 
-    return EyasDeployment(llm, "plain decoding of eyas", job.concurrency)
+    job: AuditOptions
+    model: TargetOptions
+    draft: DraftOptions
+    options: Mapping[str, Any]  # of the method
+    plain: LLM
+    plan: Plan
+    extra: Mapping[str, Any]  # fields of requests to a server
 
+    def run(self) -> int:
+        """Audit the deployment, and show the report; return the exit status."""
+        from eyas_lab.audit.report import greedy_lines, sampled_rows
 
-def _referee(llm: LLM, job: AuditOptions) -> Referee:
-    from eyas_lab.audit import Referee
+        report = self._report(self._deployment(), Path(self.job.output))
+        print(f"{report['deployment']}: {report['verdict']}")
+        for line in (*report["reasons"], *greedy_lines(report["greedy"])):
+            print(f"  {line}")
+        if report["sampled"]:
+            print_table(("sampling", "tokens", "impossible", "tests failed", "smallest p"), sampled_rows(report))
+        note(f"{self.job.output}/report.md, report.json")
+        if self.job.as_json:
+            print(json.dumps(report))
+        return STATUS[report["verdict"]]
 
-    return Referee(llm.target.model, llm.eos, job.server_dtype, job.seed)
+    def self_test(self) -> int:
+        """Audit each arm; return 0 if eyas passes and every bias is found."""
+        from eyas_lab.audit import EyasDeployment
+        from eyas_lab.audit.arms import ARMS, rule
 
+        self.draft = self.draft if self.draft.method else replace(self.draft, method="self_speculative")
+        llm, rows = self._drafting(), []
+        for arm, what in ARMS.items():
+            deployment = EyasDeployment(llm, what, self.job.concurrency, rule(arm))
+            report = self._report(deployment, Path(self.job.output) / arm, arm=arm)
+            expected = "passed" if arm == "plain" else "failed"
+            rows.append((what, expected, report["verdict"], "; ".join(report["reasons"][:1])))
+            note(f"{what}: {report['verdict']}")
+        print_table(("arm", "expected", "found", "first reason"), rows)
+        if self.job.as_json:
+            print(json.dumps([dict(zip(("arm", "expected", "found", "reason"), row, strict=True)) for row in rows]))
+        return int(any(expected != found for _, expected, found, _ in rows))
 
-def _deployment(
-    job: AuditOptions,
-    model: TargetOptions,
-    draft: DraftOptions,
-    options: Fields,
-    plain: LLM,
-    extra: Fields,
-) -> Deployment:
-    from eyas_lab.audit import EyasDeployment, TransformersDeployment
+    def _report(self, deployment: Deployment, folder: Path, **more: str) -> dict[str, Any]:
+        """Run an audit, show the power before the sampled part, and write the report."""
+        from eyas_lab.audit import EyasDeployment, Referee, audit
+        from eyas_lab.audit.report import power_rows, write_report
 
-    if job.url:
-        return _server(job.url, job, plain, extra)
-    if job.assistant:
+        def show_power(table: list[dict[str, Any]]) -> None:
+            for row in (("found with probability", *(one["sampling"] for one in table)), *power_rows(table)):
+                note(" | ".join(row))
+
+        job, llm = self.job, self.plain
+        settings = {
+            **asdict(self.model),
+            **asdict(self.draft),
+            **self.options,
+            **asdict(job),
+            **more,
+        }
+        kept = {k: v for k, v in settings.items() if k not in ("output", "as_json", "verbose")}
+        plain = EyasDeployment(llm, "plain decoding of eyas", job.concurrency)
+        referee = Referee(
+            llm.target.model,
+            llm.eos,
+            job.server_dtype,
+            job.seed,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        with progress_bar("audit") as bar:
+            show: Any = {"on_progress": lambda done, total, what: bar.show(done, what, total), "on_power": show_power}
+            report = audit(
+                deployment,
+                plain,
+                referee,
+                self.plan,
+                folder=folder,
+                settings=kept,
+                **show,
+            )
+        write_report(folder, report)
+        return report
+
+    def _deployment(self) -> Deployment:
+        from eyas_lab.audit import EyasDeployment, TransformersDeployment
+
+        job, target = self.job, self.plain.target
+        if job.url:
+            return self._server(job.url)
+        if not job.assistant:
+            return EyasDeployment(self._drafting(), rows=job.concurrency)
         from eyas.targets.pretrained import read_model
 
-        with quiet(model.verbose):
-            assistant = read_model(job.assistant, plain.target.dtype, model.trust_remote_code, "assistant")
+        with quiet(self.model.verbose):
+            assistant = read_model(job.assistant, target.dtype, self.model.trust_remote_code, "assistant")
         name = f"generate of transformers with the assistant {job.assistant}"
-        return TransformersDeployment(plain.target.model, name, sorted(plain.eos), assistant_model=assistant)
-    return EyasDeployment(_drafting(model, draft, options), rows=job.concurrency)
-
-
-def _drafting(model: TargetOptions, draft: DraftOptions, options: Fields) -> LLM:
-    """Return the target with a draft in every cycle, unless the user wants it otherwise."""
-    return load(model, draft if draft.tree else replace(draft, tree="fixed"), options)
-
-
-def _server(url: str, job: AuditOptions, llm: LLM, extra: Fields) -> Deployment:
-    from eyas.text import encode_part
-    from eyas_lab.audit import ServerDeployment
-
-    need_tokenizer(llm)
-
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None
-
-    def encode(text: str) -> list[int]:
-        return encode_part(tokenizer, text, "an answer") if text else []
-
-    key = os.environ.get("OPENAI_API_KEY", "")
-    server = ServerDeployment(url, encode, sorted(llm.eos), model=job.model, rows=job.concurrency, extra=extra, key=key)
-    if server.probe(llm.ids(PROMPTS[0])) == "text":
-        note(
-            f"{url} gives no token ids: its texts are encoded again, which weakens the audit, as a text may be made of "
-            "other tokens than its encoding"
+        return TransformersDeployment(
+            target.model,
+            name,
+            sorted(self.plain.eos),
+            assistant_model=assistant,
         )
-    return server
 
+    def _drafting(self) -> LLM:
+        """Return the target with a draft in every cycle, unless the user wants it otherwise."""
+        return load(self.model, self.draft if self.draft.tree else replace(self.draft, tree="fixed"), self.options)
 
-def _run_audit(
-    deployment: Deployment,
-    plain: Deployment,
-    referee: Referee,
-    plan: Plan,
-    folder: Path,
-    settings: Fields,
-) -> dict[str, Any]:
-    """Run an audit, show the power before the sampled part, and write the report."""
-    from eyas_lab.audit.report import write_report
-    from eyas_lab.audit.run import audit
+    def _server(self, url: str) -> Deployment:
+        from eyas.text import encode_part
+        from eyas_lab.audit import ServerDeployment
 
-    kept = {k: v for k, v in settings.items() if k not in ("output", "as_json", "verbose")}
-    folder.mkdir(parents=True, exist_ok=True)
-    with _progress() as on_progress:
-        report = audit(
-            deployment,
-            plain,
-            referee,
-            plan,
-            folder=folder,
-            settings=kept,
-            on_progress=on_progress,
-            on_power=_show_power,
+        job, llm = self.job, self.plain
+        need_tokenizer(llm)
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None
+
+        def encode(text: str) -> list[int]:
+            return encode_part(tokenizer, text, "an answer") if text else []
+
+        key = os.environ.get("OPENAI_API_KEY", "")
+        limits: Any = {
+            "model": job.model,
+            "rows": job.concurrency,
+            "extra": self.extra,
+            "key": key,
+        }
+        server = ServerDeployment(
+            url,
+            encode,
+            sorted(llm.eos),
+            **limits,
         )
-    write_report(folder, report)
-    return report
-
-
-def _show_power(table: list[dict[str, Any]]) -> None:
-    from eyas_lab.audit.report import power_rows
-
-    heads = ("found with probability", *(one["sampling"] for one in table))
-    for row in (heads, *power_rows(table)):
-        note(" | ".join(row))
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    with progress_bar("audit") as bar:
-        yield lambda done, total, what: bar.show(done, what, total)
-
-
-def _shown(report: Fields, folder: Path, as_json: bool) -> int:
-    from eyas_lab.audit.report import greedy_lines, sampled_rows
-
-    print(f"{report['deployment']}: {report['verdict']}")
-    for line in (*report["reasons"], *greedy_lines(report["greedy"])):
-        print(f"  {line}")
-    if report["sampled"]:
-        print_table(("sampling", "tokens", "impossible", "tests failed", "smallest p"), sampled_rows(report))
-    note(f"{folder}/report.html, report.json")
-    if as_json:
-        print(json.dumps(report))
-    return STATUS[report["verdict"]]
-
-
-def _self_test(
-    job: AuditOptions,
-    model: TargetOptions,
-    draft: DraftOptions,
-    options: Fields,
-    plain: LLM,
-    plan: Plan,
-    folder: Path,
-) -> int:
-    """Audit each arm; return 0 if eyas passes and every bias is found."""
-    from eyas_lab.audit import EyasDeployment
-    from eyas_lab.audit.arms import ARMS, rule
-
-    chosen = draft if draft.method else replace(draft, method="self_speculative")
-    llm, rows, wrong = _drafting(model, chosen, options), [], 0
-    for arm, what in ARMS.items():
-        deployment = EyasDeployment(llm, what, job.concurrency, rule(arm))
-        settings = {**asdict(model), **asdict(chosen), **dict(options), **asdict(job), "arm": arm}
-        report = _run_audit(deployment, _plain(plain, job), _referee(plain, job), plan, folder / arm, settings)
-        expected = "passed" if arm == "plain" else "failed"
-        wrong += report["verdict"] != expected
-        rows.append((what, expected, report["verdict"], "; ".join(report["reasons"][:1])))
-        note(f"{what}: {report['verdict']}")
-    print_table(("arm", "expected", "found", "first reason"), rows)
-    if job.as_json:
-        print(json.dumps([dict(zip(("arm", "expected", "found", "reason"), row, strict=True)) for row in rows]))
-    return 1 if wrong else 0
+        if server.probe(llm.ids(PROMPTS[0])) == "text":
+            note(
+                f"{url} gives no token ids: its texts are encoded again, which weakens the audit, as a text may be made "
+                "of other tokens than its encoding"
+            )
+        return server

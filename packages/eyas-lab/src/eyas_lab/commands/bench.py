@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts.types import NonNegativeInt, PositiveInt
+from cyclopts.types import PositiveInt
 
 from eyas.cli.tools import (
     AS_JSON,
@@ -77,8 +77,6 @@ class BenchOptions:
     as_json: AS_JSON = False
     compare: Annotated[tuple[str, str] | None, "Output", "A B"] = None
     """Only compare two finished benches: folders or summaries."""
-    probe: Annotated[NonNegativeInt, "Output", "N"] = 6
-    """Prompts on which to examine draft trees node by node, in a separate pass."""
     simulate_acceptance: Annotated[str | None, "Method", "A,B,..."] = None
     """Accept draft tokens at random with these rates by depth, for targets with random weights; all
     else is measured."""
@@ -88,8 +86,7 @@ class BenchOptions:
 def command(*, job: BenchOptions, sampling: FilterOptions, model: TargetOptions, options: BenchMethodOptions) -> int:
     """Compare methods: speed, acceptance, and whether the texts are equal."""
     if job.compare:
-        _refuse_others(job, sampling, model)
-        return _compare(*job.compare, as_json=job.as_json)
+        return _compare(job, sampling, model)
     from eyas.core.sampling import Sampling
     from eyas_lab.bench.simulate import parse_rates
     from eyas_lab.folders import locked_folder
@@ -128,10 +125,10 @@ def _measure(
     bench.prompts = _fitting(bench)
     if job.restart:
         bench.forget(folder)
-    return run_bench(bench, folder, job.probe, skipped)
+    return run_bench(bench, folder, skipped)
 
 
-def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]) -> dict[str, Any]:
+def run_bench(bench: Bench, folder: Path, skipped: Mapping[str, str]) -> dict[str, Any]:
     """Run a bench, or go on with it, and write its files; returns its summary. See `summarise`."""
     import sys
 
@@ -142,15 +139,7 @@ def run_bench(bench: Bench, folder: Path, probe: int, skipped: Mapping[str, str]
     message = f"whole prompts are kept in {folder}; the same command goes on from there"
     with interruptible(lambda: message), _progress() as on_prompt:
         answers = bench.run(folder, on_prompt)
-        summary = summarise(
-            bench,
-            answers,
-            before,
-            command_line,
-            probe_prompts=probe,
-            skipped=skipped,
-            on_prompt=on_prompt,
-        )
+    summary = summarise(bench, answers, before, command_line, skipped)
     write(folder, summary)
     return summary
 
@@ -224,22 +213,16 @@ def _report(summary: Mapping[str, Any], folder: Path, as_json: bool) -> int:
     return 1 if wrong or (methods and methods <= summary["failed"].keys()) else 0
 
 
-def _refuse_others(job: BenchOptions, *groups: Any) -> None:
-    """Raise OptionError for any option but --json together with --compare, which measures nothing."""
-    for group in (job, *groups):
-        for field in fields(group):
-            if field.name not in ("compare", "as_json") and getattr(group, field.name) != field.default:
-                raise OptionError(
-                    f"--compare only shows two finished benches: leave --{field.name.replace('_', '-')} out"
-                )
-
-
-def _compare(a: str, b: str, *, as_json: bool) -> int:
+def _compare(job: BenchOptions, *groups: Any) -> int:
+    """Show two finished benches. Raise OptionError for any other option, as nothing is measured."""
     from eyas_lab.bench import report
 
-    first, second = (report.read_summary(Path(x)) for x in (a, b))
-    if as_json:
-        print(json.dumps(report.compared(first, second)))
-    else:
-        print(report.comparison(first, second, (a, b)))
+    assert job.compare is not None
+    for group in (job, *groups):
+        for field in fields(group):
+            if field.name != "compare" and getattr(group, field.name) != field.default:
+                name = field.name.replace("_", "-").removeprefix("as-")
+                raise OptionError(f"--compare only shows two finished benches: leave --{name} out")
+    first, second = (report.read_summary(Path(place)) for place in job.compare)
+    print(report.comparison(first, second, job.compare))
     return 0

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
 from eyas.cli.tools import (
@@ -25,7 +24,6 @@ from eyas.cli.tools import (
     Painter,
     TargetOptions,
     TimedStream,
-    file_errors,
     load,
     note,
     option_group,
@@ -33,7 +31,8 @@ from eyas.cli.tools import (
     print_table,
     quiet,
 )
-from eyas.errors import EyasError, FitError, InputError, ModelError, one_line
+from eyas.errors import EyasError, FitError
+from eyas_lab.prompt_lines import prompt_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,8 +62,6 @@ FRAME_SECONDS = 1 / 15
 SHOWN = {"transformers": "transformers' generate"}  # names of sides in a sentence
 BUDGET_SECONDS = 40.0  # no further prompt of ours is begun after them
 DYNAMIC_TREE = {"tree.nodes": 3, "tree.depth": 2, "tree.branch": 1}  # the fastest on EMBEDDED_PROMPTS, with kernels
-# keywords of `model.generate`
-GREEDY = {"do_sample": False, "repetition_penalty": 1.0, **dict.fromkeys(("temperature", "top_k", "top_p"))}
 EXAMPLES = """
 eyas demo  # a real model, SmolLM2-135M-Instruct: 93 MB are fetched once
 eyas demo --target embedded  # the model that comes with eyas
@@ -87,18 +84,12 @@ class DemoOptions:
     method: Annotated[str | None, "Method", "NAME"] = None
     """The method to show: see `eyas methods`."""
     tree: TREE = None
-    threads: Annotated[PositiveInt | None, "Machine", "N"] = None
-    """CPU threads; default: as torch chooses."""
     verbose: VERBOSE = False
 
 
 def command(*, job: DemoOptions, options: MethodOptions) -> None:
     """Show plain decoding and the best method side by side, live, on a real model."""
-    own = _own_prompts(job.prompts)
-    if job.threads:
-        import torch
-
-        torch.set_num_threads(job.threads)
+    own = prompt_lines(job.prompts)
     from rich.console import Console
 
     target = _target(job)
@@ -115,16 +106,6 @@ def command(*, job: DemoOptions, options: MethodOptions) -> None:
         demo.report()
         raise Interrupted(f"the numbers are of the {len(demo.rounds)} prompts that were finished") from None
     demo.report(left_out=len(prompts) - len(demo.rounds))
-
-
-def _own_prompts(path: str | None) -> Sequence[str]:
-    if path is None:
-        return ()
-    with file_errors(path, "prompts file"):
-        prompts = [line.strip() for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    if not prompts:
-        raise InputError(f"prompts file {path!r} is empty: write one prompt a line")
-    return prompts
 
 
 def _target(job: DemoOptions) -> str:
@@ -149,16 +130,17 @@ def _best(target: str, job: DemoOptions, options: dict[str, Any]) -> LLM:
     from eyas.core.options import option_defaults
     from eyas_lab.small_tree import with_small_tree
 
-    model = TargetOptions(target=target, verbose=job.verbose)
+    model, draft = TargetOptions(target=target, verbose=job.verbose), DraftOptions(method=job.method, tree=job.tree)
     if target != named.EMBEDDED:
-        return load(model, DraftOptions(method=job.method, tree=job.tree), options)
+        return load(model, draft, options)
     name = job.method or tiny.BEST
     mode, options = mode_of(options)
     defaults = option_defaults(drafters.find(name).Options)
     options = with_small_tree(options, defaults)
     if mode == "auto" and job.tree is None and defaults.get("tree.nodes") is not None:
         mode, options = "fixed", {**DYNAMIC_TREE, **options}
-    return load(model, DraftOptions(method=name, tree="auto" if (job.tree or mode) == "auto" else "fixed"), options)
+    tree: Any = job.tree or mode
+    return load(model, replace(draft, method=name, tree=tree), options)
 
 
 class Answer(NamedTuple):
@@ -201,7 +183,7 @@ class Demo:
         self.console.print(prompt, markup=False, style="bold")
         self._race(lanes)
         plain, drafted = (lane.answer() for lane in lanes)
-        answers = {self.best.method: drafted, "transformers": Answer(*self._generate(token_ids, length))}
+        answers = {self.best.method: drafted, "transformers": self._generate(token_ids, length)}
         self.rounds.append({"plain": plain, **answers})
         for name, answer in answers.items():
             self._compare(name, answer, plain, token_ids)
@@ -226,35 +208,27 @@ class Demo:
             text = f"{lane.name}, {lane.figures()}: {lane.stream.result().text.strip()}"
             self.console.print(text, markup=False, soft_wrap=True)
 
-    def _generate(self, token_ids: Sequence[int], length: int) -> tuple[tuple[int, ...], float]:
-        """Run `model.generate` on the very same model; return (new ids, seconds)."""
-        import torch
+    def _generate(self, token_ids: Sequence[int], length: int) -> Answer:
+        """Run `model.generate` on the very same model."""
+        from eyas.core.engine import Request
+        from eyas_lab.bench.contestants import Question, Transformers
 
-        model: Any = self.best.target.model
-        vocabulary = self.best.target.vocab_size
-        ids_1T = torch.tensor([token_ids], device=self.best.target.device)
-        eos = sorted(token for token in self.best.eos if 0 <= token < vocabulary) or [vocabulary]  # not a token
-        keywords = {"eos_token_id": eos, "pad_token_id": eos[0] % vocabulary, "max_new_tokens": length, **GREEDY}
-        with quiet(), torch.inference_mode():
-            began = time.perf_counter()
-            try:
-                output = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **keywords)
-            except (ValueError, RuntimeError, TypeError) as error:
-                raise ModelError(f"transformers refuses to generate: {one_line(error, 200)}") from error
-            new_ids = tuple(output[0, len(token_ids) :].tolist())
-            return new_ids, time.perf_counter() - began
+        question = Question("", "", 0, Request(tuple(token_ids), length, eos=frozenset(self.best.eos)))
+        with quiet():
+            answer = Transformers(self.best.target).answer(question)
+        return Answer(answer.token_ids, answer.seconds)
 
     def _compare(self, name: str, answer: Answer, plain: Answer, prompt_ids: Sequence[int]) -> None:
         from eyas.core.engine import Request
         from eyas_lab.metrics import first_difference, margin
 
-        place = first_difference(plain.token_ids, answer.token_ids)
-        if place is not None:
-            apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain.token_ids[:place]) or 0.0
-            self.warnings.append(
-                f"prompt {len(self.rounds)}: {SHOWN.get(name, name)} differs from plain decoding at token {place + 1}, where "
-                f"the two best logits are {apart:.1e} apart"
-            )
+        if (place := first_difference(plain.token_ids, answer.token_ids)) is None:
+            return
+        apart = margin(self.best.target, Request(tuple(prompt_ids), 1), plain.token_ids[:place]) or 0.0
+        self.warnings.append(
+            f"prompt {len(self.rounds)}: {SHOWN.get(name, name)} differs from plain decoding at token {place + 1}, where "
+            f"the two best logits are {apart:.1e} apart"
+        )
 
     def report(self, left_out: int = 0) -> None:
         """Print the table of all rounds, and how far its times can be trusted."""
@@ -268,18 +242,19 @@ class Demo:
         method, target = self.best.method, self.best.target
         rates = _print_table(self.rounds)
         size = ", ".join(f"{key} {value}" for key, value in self.best.drafter.describe().items() if key != "kind")
-        limit = "a tree that adapts to this machine, at most " if self.best.policy is not None else "tree "
-        setup = f"{target.name}, {method}{f' with {limit}{size}' if size else ''}; greedy, {target.dtype} on {target.device}"
+        limit = "a tree that adapts to this machine, at most" if self.best.policy is not None else "tree"
+        drafts = f"{method} with {limit} {size}" if size else method
+        setup = f"{target.name}, {drafts}; greedy, {target.dtype} on {target.device}"
         self.console.print(f"[dim]{setup}. Whole answers, the prompt's pass included, after a warm-up.[/]")
-        warnings = [load_of_others] if load_of_others else []
-        if left_out:
-            prompts = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
-            warnings.append(f"{prompts} left out: this machine is slow or busy.")
-        warnings += self.warnings
-        if rates[method] < rates["plain"]:
-            warnings.append(f"{method} was slower than plain decoding in this run.")
-        for warning in warnings:
-            self.console.print(f"[yellow]{warning}[/]")
+        count = "1 prompt was" if left_out == 1 else f"{left_out} prompts were"
+        for warning in (
+            load_of_others,
+            f"{count} left out: this machine is slow or busy." if left_out else None,
+            *self.warnings,
+            f"{method} was slower than plain decoding in this run." if rates[method] < rates["plain"] else None,
+        ):
+            if warning:
+                self.console.print(f"[yellow]{warning}[/]")
 
 
 class Lane:

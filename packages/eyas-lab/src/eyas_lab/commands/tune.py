@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eyas.api import LLM
 
 GROUP = "Information"
+SHOWN = 6  # trees, each the best of its number of nodes
 EXAMPLES = """
 eyas tune  # the embedded model
 eyas tune --target MODEL --draft HEAD  # your model with its head
@@ -75,12 +76,12 @@ def command(*, job: TuneOptions, model: TargetOptions, options: MethodOptions) -
         measured = {"costs": asdict(costs), "doubtful": costs.doubtful}
         print(json.dumps({**setting, **measured, "plain": {"tokens_per_second": 1 / costs.plain()}, "tree": tree}))
         return
-    _print(llm, costs, chosen, plans)
+    _print(llm, costs, plans)
     note(f"{'measured before; --force measures again' if known else 'measured now'}: {place}")
     note(f"quality of the measurement: {costs.quality}")
 
 
-def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
+def _print(llm: LLM, costs: Costs, plans: Sequence[Plan]) -> None:
     print(f"{llm.target.name} with {llm.method}, {costs.context} tokens of context, milliseconds")
     passes = zip(costs.nodes, costs.verify, strict=True)
     rows = [(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / costs.verify[0]:.2f}x") for nodes, seconds in passes]
@@ -90,21 +91,11 @@ def _print(llm: LLM, costs: Costs, chosen: Plan, plans: Sequence[Plan]) -> None:
     print_table(("branch", "first level", "each further"), rows)
     print(f"rest of a cycle with a draft {1e3 * costs.rest:.2f}, without one {1e3 * costs.plain_rest:.2f}")
     plain = 1 / costs.plain()
-    shown = sorted({_best_of(plans, nodes) for nodes in (4, 8, 16, 32, 60)} | {chosen})
+    best = {plan.size.nodes: plan for plan in sorted(plans, key=lambda plan: plan.rate)}  # the best of each size
+    shown = sorted(sorted(best.values(), key=lambda plan: -plan.rate)[:SHOWN])
     trees = [("plain", costs.plain(), 1.0, plain)]
     trees += [("nodes {} depth {} branch {}".format(*p.size), p.seconds, 1 + p.accepted, p.rate) for p in shown]
-    print_table(
-        ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain"),
-        [
-            (name, f"{1e3 * s:.2f}", f"{tokens:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x")
-            for name, s, tokens, rate in trees
-        ],
-        title="Expected, before anything was drafted",
-        bold=1 + shown.index(chosen),
-    )
-
-
-def _best_of(plans: Sequence[Plan], nodes: int) -> Plan:
-    """Return the best of the trees that have the most nodes up to `nodes`."""
-    largest = max([p.size.nodes for p in plans if p.size.nodes <= nodes], default=plans[0].size.nodes)
-    return max((plan for plan in plans if plan.size.nodes == largest), key=lambda plan: plan.rate)
+    lines = [(name, f"{1e3 * s:.2f}", f"{n:.2f}", f"{rate:.1f}", f"{rate / plain:.2f}x") for name, s, n, rate in trees]
+    heads = ("tree", "ms a cycle", "tokens a cycle", "tokens/s", "vs plain")
+    bold = 1 + max(range(len(shown)), key=lambda n: shown[n].rate)
+    print_table(heads, lines, title="Expected, before anything was drafted", bold=bold)

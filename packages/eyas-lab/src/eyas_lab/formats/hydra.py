@@ -52,14 +52,15 @@ _LAYER_KEYS = {  # keys of our config for the shape of the prefix layer
 }  # fmt: skip
 _NEWER_KEYS = {"qk_norm"}  # not in the configs of earlier versions
 _PREFIX = "prefix_embeding_layer."
+EMBEDDINGS = "input_embed_fn.weight"
 _LAYER_NAMES = {
-    f"{_PREFIX}layers.0.input_layernorm.weight": "prefix.input_norm.weight",
-    **{
-        name: ours
-        for name, ours in layer_names(f"{_PREFIX}layers.0", "prefix").items()
-        if not name.endswith(("bias", "q_norm.weight", "k_norm.weight"))
-    },
-    f"{_PREFIX}norm.weight": "prefix.norm.weight",
+    f"{_PREFIX}{published}": ours
+    for published, ours in {
+        "layers.0.input_layernorm.weight": "prefix.input_norm.weight",
+        **layer_names("layers.0", "prefix"),
+        "norm.weight": "prefix.norm.weight",
+    }.items()
+    if not ours.endswith(("bias", "q_norm.weight", "k_norm.weight"))
 }
 
 
@@ -71,40 +72,35 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 def read(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Return ("hydra", our config, our tensors) of a published head. A CheckpointError names all that does not fit."""
     ours = _read_config(config, tensors)
-    names = _names(ours)
+    names, shapes = _names(ours), _head_shapes(ours)
     used = {name: tensor for name, tensor in tensors.items() if name != f"{_PREFIX}embed_tokens.weight"}
-    missing = [published for published, name in names.items() if published not in used and name != "embed.weight"]
-    extra = [f"{name} {list(tensor.shape)}" for name, tensor in used.items() if name not in names]
-    if missing or extra:
-        faults = [f"missing {', '.join(missing)}"] * bool(missing)
-        faults += [f"unexpected {', '.join(extra)}"] * bool(extra)
-        raise CheckpointError(f"the tensors differ from config.json: {'; '.join(faults)}")
+    # no file says the sizes of the prefix layer
+    expected = {name: shapes.get(our_name, _shape_in(used, name)) for name, our_name in names.items()}
+    if faults := differences(used, expected, optional=[EMBEDDINGS]):
+        raise CheckpointError(f"the tensors differ from config.json: {faults}")
     refuse_dtypes(used)
-    renamed = {names[published]: tensor for published, tensor in used.items()}
-    in_heads = {name: tensor for name, tensor in renamed.items() if not name.startswith(("prefix.", "embed."))}
-    if wrong_shapes := differences(in_heads, _head_shapes(ours)):
-        raise CheckpointError(f"the tensors, under our names, differ from config.json: {wrong_shapes}")
-    return "hydra", ours, renamed
+    return "hydra", ours, {names[published]: tensor for published, tensor in used.items()}
+
+
+def _shape_in(tensors: Tensors, name: str) -> Shape:
+    return tuple(tensors[name].shape) if name in tensors else ()
 
 
 def _refuse(config: Config) -> None:
     """Raise CheckpointError for settings whose computation is not supported."""
-    arch = config.get("hydra_head_arch")
+    arch, offset = config.get("hydra_head_arch"), config.get("hidden_state_offset", 0)
     if arch not in ARCHES:
-        raise CheckpointError(
-            f"config.json has hydra_head_arch {arch!r}, which is not read here; {near(str(arch), ARCHES)}"
-        )
+        hint = near(str(arch), ARCHES)
+        raise CheckpointError(f"config.json has hydra_head_arch {arch!r}, which is not read here; {hint}")
     if "grounded_heads" not in config:
-        raise CheckpointError(
-            "config.json has no grounded_heads: it tells whether these heads see the tokens drafted before them"
-        )
+        raise CheckpointError("config.json has no grounded_heads: do these heads see the tokens drafted before them?")
     if not flag(config, "grounded_heads", True):
         raise CheckpointError(
-            "config.json has grounded_heads false: heads that see no tokens are Medusa's, and not read in this form"
+            "config.json has grounded_heads false: these are Medusa's heads, in a form that is not read"
         )
-    if config.get("hidden_state_offset", 0) != 0:
+    if offset != 0:
         raise CheckpointError(
-            f"config.json has hidden_state_offset {config['hidden_state_offset']!r}: only heads on the last layer's features (0) are read"
+            f"config.json has hidden_state_offset {offset!r}: only features of the last layer (0) are read"
         )
 
 
@@ -116,9 +112,8 @@ def _read_config(config: Config, tensors: Tensors) -> dict[str, Any]:
         raise CheckpointError(f"there is no lm_head of the first head of architecture {arch}, which tells the sizes")
     layer = mapping(config, "eyas").get("layer")
     if layer is not None and not (isinstance(layer, dict) and layer.keys() - _NEWER_KEYS == _LAYER_KEYS):
-        raise CheckpointError(
-            f'config.json has an "eyas": "layer" that is not the shape of a layer; one has {", ".join(sorted(_LAYER_KEYS))}'
-        )
+        wanted = ", ".join(sorted(_LAYER_KEYS))
+        raise CheckpointError(f'config.json has an "eyas": "layer" that is not the shape of a layer; one has {wanted}')
     heads, blocks = count(config, "hydra_num_heads"), count(config, "hydra_num_layers")
     if heads * blocks > len(tensors):
         raise CheckpointError(f"the file holds {len(tensors)} tensors, too few for {heads} heads of {blocks} blocks")
@@ -138,9 +133,8 @@ def write(method: str, config: Config, tensors: Tensors) -> Published:
     """Return config.json and the tensors as published."""
     assert method in METHODS, method
     names = {ours: published for published, ours in _names(config).items()}
-    missing = names.keys() - tensors.keys() - {"embed.weight"}
-    unknown = tensors.keys() - names.keys()
-    assert not missing | unknown, (missing, unknown)
+    assert names.keys() - {"embed.weight"} <= tensors.keys() <= names.keys(), names.keys() ^ tensors.keys()
+    record = {**config.get("eyas", {}), **({"layer": config["layer"]} if config["layer"] else {})}
     published = {
         "hydra_num_heads": config["heads"],
         "hydra_num_layers": config["blocks"],
@@ -148,13 +142,9 @@ def write(method: str, config: Config, tensors: Tensors) -> Published:
         "grounded_heads": True,
         "hidden_state_offset": 0,
         "base_model_name_or_path": config["base_model"],
+        **({"eyas": record} if record else {}),
     }
-    record = dict(config.get("eyas", {}))
-    if config["layer"]:
-        record["layer"] = config["layer"]
-    return {**published, **({"eyas": record} if record else {})}, {
-        names[ours]: tensor for ours, tensor in tensors.items()
-    }
+    return published, {names[ours]: tensor for ours, tensor in tensors.items()}
 
 
 def export(method: str, config: Config, tensors: Tensors, target: ExportTarget) -> Published:
@@ -183,7 +173,7 @@ def _head_shapes(config: Config) -> dict[str, Shape]:
 def _names(config: Config) -> dict[str, str]:
     """Return our name of each published tensor."""
     prefixed = config["arch"] == "prefix-mlp"
-    names = {"input_embed_fn.weight": "embed.weight"}
+    names = {EMBEDDINGS: "embed.weight"}
     for ours in _head_shapes(config):
         part, k, *rest = ours.split(".")
         if part == "lm_head":

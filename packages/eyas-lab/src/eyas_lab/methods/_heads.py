@@ -1,8 +1,7 @@
-"""Shared by methods with one head per token ahead (Medusa, Hydra): static trees by rank, the loss
-of all heads. Their trees are deterministic.
+"""Shared by methods with one head per token ahead (Medusa, Hydra): their trees, which are deterministic, and the loss
+of all heads.
 
-Letters: B rows, N nodes (M without the root), Q nodes of a level, W ranks, D hidden, V vocabulary; in
-training N tokens, M that count.
+Letters: D hidden, V vocabulary, N tokens, M that count.
 """
 
 from __future__ import annotations
@@ -12,24 +11,22 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eyas import elsewhere
-from eyas.core.drafter import CycleInput, TreeSize
+from eyas.core.drafter import CycleInput
 from eyas.core.options import NEW_HEADS
-from eyas.core.sampling import apply_sampling_rows
 from eyas.core.target import Target
-from eyas.core.tree import Choices, Draft, Tree
+from eyas.core.tree import Choices, Draft, chain_choices, check_choices
 from eyas.drafters import Batch, Loss
-from eyas.drafters.tools import DynamicTree, check_whole
+from eyas.drafters.eagle1 import StaticTree
+from eyas.drafters.tools import DraftNetSteps, DynamicTree, check_choice, check_whole, grow_dynamic, grow_static
 from eyas.errors import OptionError
 
-__all__ = [
-    "HeadCount", "HeadsTree", "RankTree", "best_children", "heads_loss", "lm_head_like"
-]  # fmt: skip
+__all__ = ["REFERENCE_TREE", "HeadCount", "HeadTreeOptions", "HeadsTree", "heads_loss", "lm_head_like"]
 
 OBJECTIVES = ("tokens", "distribution")
+BRANCH = 10  # children of a node in a dynamic tree
 
 
 @dataclass(frozen=True)
@@ -45,87 +42,86 @@ class HeadCount:
         check_whole("head", 1, count=self.count, blocks=self.blocks)
 
 
-# --- trees by rank
+# --- trees
 
 
-class RankTree:
-    """A static tree as tensors: for every node below the root its level and its rank among its
-    parent's children."""
+# The 63 draft nodes that the authors of Medusa chose for Vicuna-7B, four deep: how many children the node of
+# each path has. A digit is a rank.
+_CHILDREN = {
+    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
+    "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
+}  # fmt: skip
+REFERENCE_TREE: Choices = check_choices(
+    (*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count)
+)
 
-    def __init__(self, choices: Choices, device: torch.device) -> None:
-        number = {(): 0} | {path: n for n, path in enumerate(choices, start=1)}
-        self.choices = choices
-        self.depth = max(map(len, choices))
-        self.width = 1 + max(path[-1] for path in choices)
-        self.parents_N = torch.tensor([-1, *(number[path[:-1]] for path in choices)], device=device)
-        # level * width + rank
-        self.flat_M = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in choices], device=device)
 
-    def draft(self, cycle_input: CycleInput, tokens_BM: Tensor, score_BM: Tensor) -> Draft:
-        """Return the tree below the roots with these tokens, which must differ among siblings, and their log q."""
-        tree = Tree.build(self.parents_N.expand(len(cycle_input.tokens_B), -1), self.depth)
-        tokens_BN = torch.cat([cycle_input.tokens_B[:, None], tokens_BM], dim=1)
-        return Draft(tree, tokens_BN, F.pad(score_BM, (1, 0)))
+@dataclass(frozen=True)
+class HeadTreeOptions(StaticTree):
+    """The tree of several heads."""
+
+    choices: str | Choices = "reference"
+    """Reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file."""
+    nodes: int | None = None
+    """Nodes of a dynamic tree that are verified per cycle, the root included; none: 60."""
+    noise: str = "coupled"
+    """Sampling: rank children with the target's own noise (coupled), or by q alone (none)."""
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and self.choices != "dynamic":
+            raise OptionError(
+                "tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices"
+            )
+        check_choice("tree.noise", self.noise, ("coupled", "none"))
+
+    def for_heads(self, heads: int, vocab_size: int) -> Choices:
+        """Return the paths of a static tree; raise OptionError when it is deeper or wider than heads and vocabulary
+        allow."""
+        if self.choices == "reference":
+            return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
+        choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
+        depth, widest = max(map(len, choices)), 1 + max(path[-1] for path in choices)
+        if depth > heads:
+            raise OptionError(
+                f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}"
+            )
+        if widest > vocab_size:
+            raise OptionError(f"tree.choices: a node has {widest} children, the vocabulary {vocab_size} tokens")
+        return choices
 
 
 class HeadsTree:
     """The tree that several heads draft: static, or the most probable paths (dynamic).
 
-    Args:
-        options: `tree` of the method's options, a `medusa.HeadTreeOptions`.
-        heads: one level needs one head.
+    Attributes:
+        depth: levels, each of which needs a head.
+        max_tree: the size of a dynamic tree; None for a static tree.
     """
 
-    def __init__(self, options: Any, heads: int, target: Target) -> None:
-        self.options = options
-        self.heads = heads
-        self.dynamic: DynamicTree | None = options.dynamic(heads)
-        self.static = None if self.dynamic else RankTree(options.for_heads(heads, target.vocab_size), target.device)
+    def __init__(self, options: HeadTreeOptions, heads: int, target: Target) -> None:
+        self.options, self.heads, self.depth = options, heads, heads
+        self.dynamic: DynamicTree | None = None
+        self.choices: Choices = ()
+        if options.choices == "dynamic":
+            nodes = 60 if options.nodes is None else options.nodes
+            self.dynamic = DynamicTree(nodes, heads, BRANCH, noise=options.noise)
+        else:
+            self.choices = options.for_heads(heads, target.vocab_size)
+            self.depth = max(map(len, self.choices))
+        self.max_tree = None if self.dynamic is None else self.dynamic.size
 
-    @property
-    def max_tree(self) -> TreeSize | None:
-        return None if self.dynamic is None else self.dynamic.size
-
-    @property
-    def depth(self) -> int:
-        return self.heads if self.static is None else self.static.depth
+    def grow(self, net_steps: DraftNetSteps, cycle_input: CycleInput) -> Draft:
+        """Return the tree below the roots."""
+        if self.dynamic is not None:
+            return grow_dynamic(net_steps, cycle_input, self.dynamic)
+        return grow_static(net_steps, cycle_input, self.choices, self.options.noise)
 
     def describe(self) -> dict[str, Any]:
+        """Return the size of the tree, for records."""
         if self.dynamic is not None:
             return {**self.dynamic.describe(), "heads": self.heads}
-        assert self.static is not None
-        nodes = 1 + len(self.static.choices)
-        return {
-            "kind": "static",
-            "choices": self.options.choices,
-            "nodes": nodes,
-            "depth": self.depth,
-            "heads": self.heads,
-        }
-
-
-def best_children(
-    logits_BQV: Tensor, cycle_input: CycleInput, noise: str, level_Q: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """Return the best children of Q nodes, best first, [B, Q, count]: their tokens, which differ, and log q.
-
-    With coupled noise they are ranked by log q + the noise that the target adds at their positions. Then q is
-    processed by the row's own Sampling like p, with the row's tokens up to the root as its history.
-
-    Args:
-        level_Q: depth of each node.
-    """
-    if noise == "coupled":
-        adjustments = None if cycle_input.adjustments is None else cycle_input.adjustments.for_depths(level_Q)
-        logits_BQV = apply_sampling_rows(logits_BQV, cycle_input.sampling, adjustments)
-    log_q_BQV = logits_BQV.float().log_softmax(-1)
-    if noise == "none" or cycle_input.noise.all_greedy:
-        log_q_BQW, token_BQW = log_q_BQV.topk(count)
-        return token_BQW, log_q_BQW
-    position_BQ = cycle_input.position_B[:, None] + level_Q + 1
-    key_BQV = log_q_BQV + cycle_input.noise.gumbel(position_BQ, logits_BQV.shape[-1])  # zero in greedy rows
-    token_BQW = key_BQV.topk(count).indices
-    return token_BQW, log_q_BQV.gather(-1, token_BQW)
+        size = {"nodes": 1 + len(self.choices), "depth": self.depth, "heads": self.heads}
+        return {"kind": "static", "choices": self.options.choices, **size}
 
 
 # --- training

@@ -11,8 +11,7 @@ over all features so far, whose output takes the place of the feature (`--head.a
 blocks. It learns the target's distribution instead of the data's tokens, which is the default here. Trees are
 as in `medusa`, deterministic at any temperature. The noise and dropout of the authors' training are not here.
 
-Letters: B rows, Q nodes of a level, W ranks or width of a head's input, D hidden, N packed tokens,
-M nodes below the root or positions.
+Letters: B rows, Q nodes of a level, W width of a head's input, D hidden, N packed tokens, M positions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
-from eyas.core.tree import Choices, Draft
+from eyas.core.tree import Draft
 from eyas.drafters import Batch, Loss
 from eyas.drafters.tools import (
     DraftNetSteps,
@@ -38,7 +37,6 @@ from eyas.drafters.tools import (
     Window,
     check_choice,
     check_head,
-    grow_dynamic,
     layer_shape,
     load_head,
     random_net,
@@ -48,15 +46,8 @@ from eyas.drafters.tools import (
 )
 from eyas.errors import CheckpointError, OptionError
 from eyas.nn import DecoderLayer, Documents, DraftCache, LayerShape, RMSNorm
-from eyas_lab.methods._heads import (
-    OBJECTIVES,
-    HeadCount,
-    HeadsTree,
-    best_children,
-    heads_loss,
-    lm_head_like,
-)
-from eyas_lab.methods.method_medusa import HeadTreeOptions, ResBlock
+from eyas_lab.methods._heads import OBJECTIVES, HeadCount, HeadsTree, HeadTreeOptions, heads_loss, lm_head_like
+from eyas_lab.methods.method_medusa import ResBlock
 
 __all__ = ["Method", "Net"]
 
@@ -161,25 +152,6 @@ class Net(nn.Module):
 # --- the method
 
 
-class StaticLevel:
-    """One level of a static tree: the places of its nodes among the best children of the nodes
-    above, and which of them have children."""
-
-    def __init__(self, choices: Choices, depth: int, device: torch.device) -> None:
-        def at(d: int) -> list[tuple[int, ...]]:
-            return [path for path in choices if len(path) == d]
-
-        parents = sorted({path[:-1] for path in at(depth)})
-        inner = sorted({path[:-1] for path in at(depth + 1)})
-        self.number = depth - 1
-        self.width = 1 + max(path[-1] for path in at(depth))
-        self.flat_M = torch.tensor(
-            [parents.index(path[:-1]) * self.width + path[-1] for path in at(depth)], device=device
-        )
-        self.inner_Q = torch.tensor([at(depth).index(path) for path in inner], dtype=torch.long, device=device)
-        self.parent_Q = torch.tensor([parents.index(path[:-1]) for path in inner], dtype=torch.long, device=device)
-
-
 class Method(EagleMethod):
     """Hydra, and Hydra++ with a prefix layer, on the frozen target."""
 
@@ -201,8 +173,6 @@ class Method(EagleMethod):
         if net.prefix is None and self.options.window != Window():
             raise OptionError("this head keeps no cache that a window could cut: leave --window.* out")
         self.tree = HeadsTree(self.options.tree, self.heads, target)
-        static = self.tree.static
-        self.levels = [StaticLevel(static.choices, 1 + d, target.device) for d in range(static.depth)] if static else []
 
     @property
     def longest_path(self) -> int:
@@ -288,29 +258,22 @@ class Method(EagleMethod):
         return self.grow_below(net_steps.hidden_BD, cycle_input)
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
-        """Return the tree below the roots. A node's head reads the input of its parent's head, and the node's
-        own embedding."""
+        """Return the tree below the roots. A node's head reads the input of its parent's head, and the node's own
+        embedding. Zeros follow, so that all inputs are as wide as the last head's."""
+        D, width, level = self.target.hidden_size, (self.tree.depth + 1) * self.target.hidden_size, 0
+        root_BX = torch.cat([feature_BD.to(self.dtype), self.embed(cycle_input.tokens_B).to(self.dtype)], dim=-1)
 
-        def extend(hidden_BQW: Tensor, tokens_BQ: Tensor) -> Tensor:
-            return torch.cat([hidden_BQW, self.embed(tokens_BQ).to(self.dtype)], dim=-1)
+        def head(hidden_BQW: Tensor) -> Tensor:
+            return self.head(hidden_BQW[..., : (level + 2) * D])
 
-        hidden_BQW = extend(feature_BD[:, None].to(self.dtype), cycle_input.tokens_B[:, None])
-        if self.tree.dynamic is not None:
-            net_steps = DraftNetSteps(
-                lambda: hidden_BQW[:, 0], self.head, lambda tokens_BQ, hidden, visible, level: extend(hidden, tokens_BQ)
-            )
-            return grow_dynamic(net_steps, cycle_input, self.tree.dynamic)
-        assert self.tree.static is not None
-        tokens, scores = list[Tensor](), list[Tensor]()
-        for level in self.levels:
-            number_Q = torch.full((hidden_BQW.shape[1],), level.number, device=hidden_BQW.device)
-            best = best_children(self.head(hidden_BQW), cycle_input, self.options.tree.noise, number_Q, level.width)
-            tokens_BM, score_BM = (x_BQW.flatten(1)[:, level.flat_M] for x_BQW in best)
-            tokens.append(tokens_BM)
-            scores.append(score_BM)
-            if len(level.inner_Q):
-                hidden_BQW = extend(hidden_BQW[:, level.parent_Q], tokens_BM[:, level.inner_Q])
-        return self.tree.static.draft(cycle_input, torch.cat(tokens, dim=1), torch.cat(scores, dim=1))
+        def expand(tokens_BQ: Tensor, hidden_BQW: Tensor, visible: Tensor, above: int) -> Tensor:
+            nonlocal level
+            level = above + 1
+            own_BQD = self.embed(tokens_BQ).to(self.dtype)
+            return hidden_BQW + F.pad(own_BQD, ((level + 1) * D, width - (level + 2) * D))
+
+        net_steps = DraftNetSteps(lambda: F.pad(root_BX, (0, width - 2 * D)), head, expand)
+        return self.tree.grow(net_steps, cycle_input)
 
     def chain(self, depth: int) -> Method:
         """Return the method with a chain, at most as deep as there are heads."""

@@ -12,8 +12,7 @@ each cycle the paths with the largest products of probabilities. Trees are
 deterministic: at any temperature the tokens equal plain decoding with the same seed. With coupled noise
 (`_grow`) they are ranked by their chance to be this run's draw. The paper's typical acceptance is lossy and not here.
 
-Letters: B rows, K heads, Q nodes of a level, W ranks, D hidden, V vocabulary, M nodes below the root or
-positions that count.
+Letters: B rows, K heads, D hidden, V vocabulary, M positions that count.
 """
 
 from __future__ import annotations
@@ -29,90 +28,24 @@ from eyas.checkpoints import Weights
 from eyas.core.drafter import CycleInput, DraftSession, TreeSize
 from eyas.core.options import NEW_HEADS, TRAINING
 from eyas.core.target import Target
-from eyas.core.tree import Choices, Draft, chain_choices, check_choices
+from eyas.core.tree import Draft
 from eyas.drafters import Batch, DraftMethod, Loss
-from eyas.drafters.eagle1 import StaticTree
 from eyas.drafters.tools import (
     DraftNetSteps,
-    DynamicTree,
     FeatureSession,
     check_choice,
     check_head,
-    grow_dynamic,
     load_tensors,
     place_net,
     saved_head,
     seeded,
     target_sizes,
 )
-from eyas.errors import OptionError
-from eyas_lab.methods._heads import (
-    OBJECTIVES,
-    HeadCount,
-    HeadsTree,
-    best_children,
-    heads_loss,
-    lm_head_like,
-)
+from eyas_lab.methods._heads import OBJECTIVES, HeadCount, HeadsTree, HeadTreeOptions, heads_loss, lm_head_like
 
-__all__ = ["HeadTreeOptions", "Method", "Net", "ResBlock"]
+__all__ = ["Method", "Net", "ResBlock"]
 
 DECAY = 0.8  # each further head weighs less in the loss (section 2.2)
-BRANCH = 10  # children of a node in a dynamic tree
-
-# The 63 draft nodes that the authors chose for Vicuna-7B, four deep: how many children the node of
-# each path has. A digit is a rank.
-_CHILDREN = {
-    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
-    "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
-}  # fmt: skip
-REFERENCE_TREE: Choices = check_choices(
-    (*map(int, path), rank) for path, count in _CHILDREN.items() for rank in range(count)
-)
-
-NOISES = ("coupled", "none")
-
-
-@dataclass(frozen=True)
-class HeadTreeOptions(StaticTree):
-    """The tree of several heads."""
-
-    choices: str | Choices = "reference"
-    """Reference (64 nodes), chain, chain-N, dynamic (the most probable paths), or a JSON file."""
-    nodes: int | None = None
-    """Nodes of a dynamic tree that are verified per cycle, the root included; none: 60."""
-    noise: str = "coupled"
-    """Sampling: rank children with the target's own noise (coupled), or by q alone (none)."""
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None and self.choices != "dynamic":
-            raise OptionError(
-                "tree.nodes is for --tree.choices dynamic; another tree has as many nodes as it has choices"
-            )
-        check_choice("tree.noise", self.noise, NOISES)
-
-    def dynamic(self, depth: int) -> DynamicTree | None:
-        """Return the options of a dynamic tree; None for a static tree."""
-        return (
-            DynamicTree(60 if self.nodes is None else self.nodes, depth, BRANCH, noise=self.noise)
-            if self.choices == "dynamic"
-            else None
-        )
-
-    def for_heads(self, heads: int, vocab_size: int) -> Choices:
-        """Return the paths of a static tree; raise OptionError when it is deeper or wider than heads and vocabulary
-        allow."""
-        if self.choices == "reference":
-            return tuple(path for path in REFERENCE_TREE if len(path) <= heads and max(path) < vocab_size)
-        choices = chain_choices(heads) if self.choices == "chain" else self.resolve()
-        depth, widest = max(map(len, choices)), 1 + max(path[-1] for path in choices)
-        if depth > heads:
-            raise OptionError(
-                f"tree.choices: the tree is {depth} deep, and one level needs one head: this draft has {heads}"
-            )
-        if widest > vocab_size:
-            raise OptionError(f"tree.choices: a node has {widest} children, the vocabulary {vocab_size} tokens")
-        return choices
 
 
 @dataclass(frozen=True)
@@ -273,15 +206,18 @@ class Method(DraftMethod):
 
     def grow(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """Return the tree below the roots: at level k, the best tokens of head k."""
-        static, logits_BKV = self.tree.static, self.logits(feature_BD, self.tree.depth)
-        if static is None:
-            assert self.tree.dynamic is not None
-            return grow_dynamic(DraftNetSteps.of_levels(logits_BKV), cycle_input, self.tree.dynamic)
-        level_K = torch.arange(static.depth, device=feature_BD.device)
-        tokens_BKW, score_BKW = best_children(logits_BKV, cycle_input, self.options.tree.noise, level_K, static.width)
-        return static.draft(
-            cycle_input, tokens_BKW.flatten(1)[:, static.flat_M], score_BKW.flatten(1)[:, static.flat_M]
-        )
+        logits_BKV, level = self.logits(feature_BD, self.tree.depth), 0
+
+        def head(hidden_BQ1: Tensor) -> Tensor:
+            return logits_BKV[:, level, None].expand(-1, hidden_BQ1.shape[1], -1)
+
+        def expand(tokens_BQ: Tensor, hidden_BQ1: Tensor, visible: Tensor, above: int) -> Tensor:
+            nonlocal level
+            level = above + 1
+            return hidden_BQ1
+
+        # a node has no state of its own, so any number stands for it
+        return self.tree.grow(DraftNetSteps(lambda: logits_BKV[:, 0, :1], head, expand), cycle_input)
 
     def chain(self, depth: int) -> Method:
         """Return the method with a chain, at most as deep as there are heads."""

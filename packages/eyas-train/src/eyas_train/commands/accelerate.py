@@ -332,7 +332,7 @@ class Run:
         unfit = asked.unfit()
         asked.prompts = [prompt for prompt in prompts if prompt.id not in unfit]
         with locked_folder(self.work / "bench"):
-            bench.run_bench(asked, self.work / "bench", 0, {})
+            bench.run_bench(asked, self.work / "bench", {})
 
 
 def _lines(path: Path) -> int:

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from eyas.errors import InputError, OptionError, near
 from eyas_lab.bench.tasks._formats import Prompt, check_own_line, parse_line, speed_bench_line
-from eyas_lab.bench.tasks._long import passages, split_lengths
-from eyas_lab.bench.tasks._sources import BUNDLED, TASKS, files_of, hub_lines, lines_of
+from eyas_lab.bench.tasks._long import passages
+from eyas_lab.bench.tasks._sources import BUNDLED, TASKS, Line, files_of, hub_lines, lines_of
 
 __all__ = ["Prompt", "load", "read_prompts"]
 
@@ -53,12 +51,16 @@ def load(spec: str, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     name, _, part = whole.partition("/")
     if name not in TASKS:
         raise OptionError(f"there is no task {name!r}; {near(name, TASKS)}")
-    found, problems = _read(name, path, seed)
+    if name == "long":
+        found, problems = passages(path, seed, TASKS[name].max_new_tokens)
+    else:
+        found, problems = _parsed(_lines_of_task(name, path), name)
+    _check_not_empty(found, problems, path or name)
     for problem in problems:
         warnings.warn(problem, stacklevel=1)  # the command line shows warnings of this package as notes
     if part:
-        parts = sorted({f.prompt.task.partition("/")[2] for f in found} - {""})
-        found = [f for f in found if f.prompt.task == whole]
+        parts = sorted({prompt.task.partition("/")[2] for prompt in found} - {""})
+        found = [prompt for prompt in found if prompt.task == whole]
         if not found:
             raise OptionError(f"task {name} has no part {part!r}; {near(part, parts)}")
     return _pick(found, limit, seed)
@@ -75,115 +77,78 @@ def read_prompts(path: str | Path) -> tuple[list[Prompt], list[str]]:
         raise InputError(
             f"{file} {'is a folder' if file.exists() else 'does not exist'}; pass a file of prompts, one a line"
         )
-    reader = _Reader(file.name.partition(".")[0], own=True)
-    reader.read(lines_of(file))
-    return [f.prompt for f in _not_empty(reader.found, reader.problems, str(file))], reader.problems
+    prompts, problems = _parsed(lines_of(file), file.name.partition(".")[0], own=True)
+    _check_not_empty(prompts, problems, str(file))
+    return prompts, problems
 
 
-class _Found(NamedTuple):
-    prompt: Prompt
-    category: str  # "" where the format has none
-
-
-def _read(name: str, path: str, seed: int) -> tuple[list[_Found], list[str]]:
-    """All prompts of a task, and a message for each line that cannot be used."""
-    task = TASKS[name]
-    if name == "long":
-        if not path:
-            raise InputError(f"task long needs a path, long:PATH: {task.file}")
-        place, lengths = split_lengths(path)
-        prompts, problems = passages(Path(place), lengths, seed, task.max_new_tokens)
-        return _not_empty([_Found(prompt, "") for prompt in prompts], problems, place), problems
+def _lines_of_task(name: str, path: str) -> Iterator[Line]:
     if name == "bundled" and path:
         raise OptionError("the bundled prompts have no path; for a file of your own give --prompts FILE")
-    reader = _Reader(name, task.max_new_tokens)
     if name == "bundled":
-        reader.read(lines_of(BUNDLED))
-    elif path:
-        for file in files_of(name, Path(path)):
-            reader.read(lines_of(file), _part(name, file))
-    else:
-        reader.read(hub_lines(name))
-    return _not_empty(reader.found, reader.problems, path or name), reader.problems
+        yield from lines_of(BUNDLED)
+    elif not path:
+        yield from hub_lines(name)
+    for file in files_of(name, Path(path)) if path else ():
+        part = file.parent.name if name == "eagle" else ""
+        if name == "speed_bench" and file.stem.startswith("throughput"):
+            part = file.stem
+        yield from lines_of(file, part)
 
 
-def _part(name: str, file: Path) -> str:
-    """Return the part of a set of tasks that a file holds; "": its lines name it, or there is none."""
-    if name == "eagle":
-        return file.parent.name
-    return file.stem if name == "speed_bench" and file.stem.startswith("throughput") else ""
+def _check_not_empty(found: list[Prompt], problems: list[str], where: str) -> None:
+    if not found and problems:
+        raise InputError(f"{where}: no line can be used; the first: {problems[0]}")
+    if not found:
+        raise InputError(f"{where} is empty: there is no prompt in it")
 
 
-def _not_empty(found: list[_Found], problems: Sequence[str], where: str) -> list[_Found]:
-    """Return the findings. Raise InputError if it is nothing."""
-    if found:
-        return found
-    raise InputError(
-        f"{where}: no line can be used; the first: {problems[0]}"
-        if problems
-        else f"{where} is empty: there is no prompt in it"
-    )
-
-
-class _Reader:
-    """Turns lines into prompts of one task.
+def _parsed(lines: Iterable[Line], name: str, own: bool = False) -> tuple[list[Prompt], list[str]]:
+    """Return the prompts of a task, and a message for each line that cannot be used.
 
     Args:
-        name: the task's.
-        max_new_tokens: for prompts without their own.
         own: the lines are the user's, with one of the keys of OWN, and may name their task.
     """
+    prompts, problems, places = list[Prompt](), list[str](), dict[str, str]()
+    for line in lines:
+        try:
+            if (prompt := _prompt(line, name, own)) is None:
+                continue
+            if (first := places.setdefault(prompt.id, line.where)) != line.where:
+                raise InputError(f"the id {prompt.id} is at {first} already: give each line its own")
+            prompts.append(prompt)
+        except InputError as error:
+            problems.append(f"{line.where}: {error}")
+    return prompts, problems
 
-    def __init__(self, name: str, max_new_tokens: int | None = None, own: bool = False) -> None:
-        self.name, self.max_new_tokens, self.own = name, max_new_tokens, own
-        self.found, self.problems, self.places = list[_Found](), list[str](), dict[str, str]()
 
-    def read(self, lines: Iterable[tuple[str, Any]], part: str = "") -> None:
-        """Read lines. part: the part of the task that they belong to; "": the lines name it, or it is missing."""
-        for number, (where, record) in enumerate(lines, start=1):
-            try:
-                if isinstance(record, InputError):
-                    raise record
-                found = self._prompt(record, number, part)
-                if found is None:
-                    continue
-                first = self.places.setdefault(found.prompt.id, where)
-                if first != where:
-                    raise InputError(f"the id {found.prompt.id} is at {first} already: give each line its own")
-                self.found.append(found)
-            except InputError as error:
-                self.problems.append(f"{where}: {error}")
-
-    def _prompt(self, record: Any, number: int, part: str) -> _Found | None:
-        """Return the prompt of a line; None when the line belongs to another task of a common file."""
-        if self.own:
-            check_own_line(record)
-        if self.name == "speed_bench":
-            record = speed_bench_line(record)
-        name, category, fields = parse_line(record)
-        if self.name == "mt_bench" and category and category not in MT_BENCH:
-            return None
-        task = self._task(record, category, part)
-        prompt = Prompt(f"{task}/{name or number}", task, **fields)
-        return _Found(
-            prompt if prompt.max_new_tokens else replace(prompt, max_new_tokens=self.max_new_tokens), category
-        )
-
-    def _task(self, record: Any, category: str, part: str) -> str:
-        own = record.get("task") if self.own or self.name == "bundled" else None
-        if own is not None and (not isinstance(own, str) or not own.strip()):
-            raise InputError('"task" must be a string that is not empty')
-        if self.own:
-            return own or self.name
-        if self.name == "spec_bench":
+def _prompt(line: Line, name: str, own: bool) -> Prompt | None:
+    """Return the prompt of a line; None if the line belongs to another task of a common file."""
+    if isinstance(line.record, InputError):
+        raise line.record
+    if own:
+        check_own_line(line.record)
+    record = speed_bench_line(line.record) if name == "speed_bench" else line.record
+    key, fields = parse_line(record)
+    category = fields["category"]
+    if name == "mt_bench" and category and category not in MT_BENCH:
+        return None
+    task = record.get("task") if own or name == "bundled" else None
+    if task is not None and (not isinstance(task, str) or not task.strip()):
+        raise InputError('"task" must be a string that is not empty')
+    if not own:
+        part = line.part or task or ""
+        if name == "spec_bench":
             part = "mt_bench" if category in MT_BENCH else category or "other"
-        if self.name == "speed_bench":
-            part = "_".join(filter(None, (part, category or "other")))
-        part = part or own or ""
-        return f"{self.name}/{part}" if part else self.name
+        if name == "speed_bench":
+            part = "_".join(filter(None, (line.part, category or "other")))
+        task = f"{name}/{part}" if part else name
+        fields = {"max_new_tokens": TASKS[name].max_new_tokens, **fields}
+    task = task or name
+    return Prompt(f"{task}/{key or line.number}", task, **fields)
 
 
-def _pick(found: Sequence[_Found], limit: int | None, seed: int) -> list[Prompt]:
+def _pick(found: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
     """At most `limit` of them, in their order. Every part and category gets its share, rounded up
     or down.
 
@@ -192,9 +157,9 @@ def _pick(found: Sequence[_Found], limit: int | None, seed: int) -> list[Prompt]
     """
     count = len(found)
     if limit is None or limit >= count:
-        return [f.prompt for f in found]
+        return found
     rng = random.Random(seed)
-    order = sorted(range(count), key=lambda i: (found[i].prompt.task, found[i].category, rng.random()))
+    order = sorted(range(count), key=lambda i: (found[i].task, found[i].category, rng.random()))
     begin = rng.randrange(count)
     chosen = sorted(order[(k * count + begin) // limit] for k in range(limit))
-    return [found[i].prompt for i in chosen]
+    return [found[i] for i in chosen]

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from eyas.core.params import is_whole
 from eyas.errors import InputError, near
 from eyas.text import template_keywords
 from eyas_lab.chat_files import messages_of
 
-__all__ = ["OWN", "ParsedLine", "Prompt", "check_own_line", "parse_line", "speed_bench_line"]
+__all__ = ["OWN", "Prompt", "check_own_line", "parse_line", "speed_bench_line"]
 
 Record = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -50,30 +50,24 @@ class Prompt:
     messages: tuple[dict[str, str], ...] | None = None  # a whole chat that ends with the question
     prompt_ids: tuple[int, ...] | None = None
     template: Record = field(default_factory=dict, repr=False)  # tools and the like, for LLM.generate
+    category: str = field(default="", repr=False, compare=False)  # "" where the format has none
 
 
-class ParsedLine(NamedTuple):
-    """The content of a line."""
-
-    name: str | None  # its own id
-    category: str  # "" where the format has none
-    fields: Fields  # fields of Prompt
-
-
-def parse_line(record: Any) -> ParsedLine:
-    """Return the content of a line. InputError, without the line's place, when it cannot be used."""
+def parse_line(record: Any) -> tuple[str | None, Fields]:
+    """Return the id of a line, if it has one, and the fields of its Prompt. Raise InputError, without the line's place,
+    when it cannot be used."""
     if not isinstance(record, Mapping):
         raise InputError("not a JSON object; a line is one object")
     read = next((read for keys, read in FORMATS if keys <= record.keys()), None)
     if read is None:
         keys = ", ".join(map(repr, record)) or "none"
         raise InputError(f'its keys ({keys}) belong to no known format; {{"prompt": "..."}} always works')
-    fields = {"turns": (), **read(record), **_settings(record)}
+    fields = {"turns": (), **read(record), **_settings(record), "category": str(record.get("category") or "")}
     if fields.get("system") and not fields["turns"]:
         raise InputError('"system" goes with "prompt" or "turns"; in "messages" it is the first message')
     if fields.get("raw") and (fields.get("system") or len(fields["turns"]) != 1):
         raise InputError('"raw" goes with one "prompt", without "system": it bypasses the chat template')
-    return ParsedLine(_name(record), str(record.get("category") or ""), fields)
+    return _name(record), fields
 
 
 def speed_bench_line(record: Any) -> Any:
@@ -98,15 +92,12 @@ def check_own_line(record: Any) -> None:
     if not isinstance(record, Mapping):
         raise InputError('not a JSON object; write {"prompt": "..."}')
     given = [way for way in OWN if way in record]
-    if len(given) != 1:
-        close = next(
-            (f"; {key!r}: {hint}" for key in record if (hint := near(str(key), OWN)).startswith("did you")), ""
-        )
-        raise InputError(
-            f"it has both {' and '.join(given)}: give one of them"
-            if given
-            else f"it has none of {', '.join(OWN)}{close}"
-        )
+    if len(given) > 1:
+        raise InputError(f"it has both {' and '.join(given)}: give one of them")
+    if not given:
+        hints = ((key, near(str(key), OWN)) for key in record)
+        close = next((f"; {key!r}: {hint}" for key, hint in hints if hint.startswith("did you")), "")
+        raise InputError(f"it has none of {', '.join(OWN)}{close}")
 
 
 # --- the formats -------------------------------------------------------------------------------------
@@ -121,13 +112,9 @@ def _prompt(record: Record) -> Fields:
     return {"turns": _texts(prompt, "prompt") if isinstance(prompt, list) else (_text(prompt, "prompt"),)}
 
 
-def _question(record: Record) -> Fields:
-    key = "question" if "question" in record else "question_text"
-    return {"turns": (_text(record[key], key),)}
-
-
-def _article(record: Record) -> Fields:
-    return {"turns": (SUMMARISE + _text(record["article"], "article"),)}
+def _one(key: str, before: str = "") -> Callable[[Record], Fields]:
+    """Return a reader of the text under a key; `before` begins the prompt."""
+    return lambda record: {"turns": (before + _text(record[key], key),)}
 
 
 def _instruction(record: Record) -> Fields:
@@ -168,9 +155,9 @@ FORMATS: tuple[tuple[frozenset[str], Callable[[Record], Fields]], ...] = (
     (frozenset({"conversations"}), _chat),
     (frozenset({"prompt", "canonical_solution"}), _continuation),
     (frozenset({"instruction"}), _instruction),
-    (frozenset({"article"}), _article),
-    (frozenset({"question"}), _question),
-    (frozenset({"question_text"}), _question),
+    (frozenset({"article"}), _one("article", SUMMARISE)),
+    (frozenset({"question"}), _one("question")),
+    (frozenset({"question_text"}), _one("question_text")),
     (frozenset({"prompt_ids"}), _ids),
     (frozenset({"prompt"}), _prompt),
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +22,9 @@ from eyas.errors import InputError, OptionError
 from eyas.text.sources import open_file
 from eyas_lab.bench.tasks._formats import Prompt
 
-__all__ = ["LENGTHS_WORDS", "PASSAGES", "passages", "split_lengths"]
+__all__ = ["LENGTHS_WORDS", "PASSAGES", "passages"]
 
-LENGTHS_WORDS = (1000,)
+LENGTHS_WORDS: tuple[int, ...] = (1000,)
 PASSAGES = 8  # passages of each length
 ASK = "Summarize the following text in a few sentences.\n\n"
 ENDINGS = (".txt", ".md", ".txt.gz", ".md.gz")
@@ -40,39 +39,36 @@ class Book(NamedTuple):
     paragraphs: list[int]  # the word that each begins with
 
 
-def split_lengths(path: str) -> tuple[str, tuple[int, ...]]:
-    """ "PATH@1000+4000" -> ("PATH", (1000, 4000)). Raise OptionError when a length is 0 or comes twice."""
-    found = re.search(r"@(\d+(?:\+\d+)*)$", path)
-    if not found:
-        return path, LENGTHS_WORDS
-    lengths = tuple(int(length) for length in found[1].split("+"))
-    if 0 in lengths or len(set(lengths)) < len(lengths):
-        raise OptionError(f"{found[0]}: lengths are numbers of words, above 0 and each of them once")
-    return path[: found.start()], lengths
+def passages(place: str, seed: int, max_new_tokens: int | None) -> tuple[list[Prompt], list[str]]:
+    """Return PASSAGES prompts of every length, in turn from every book, and the faults of books that cannot be used.
 
-
-def passages(
-    path: Path, lengths: Sequence[int], seed: int, max_new_tokens: int | None
-) -> tuple[list[Prompt], list[str]]:
-    """PASSAGES prompts of every length, in turn from every book, and the faults of books that cannot be used."""
+    Args:
+        place: PATH@1000+4000, or PATH for LENGTHS_WORDS. Raise OptionError when a length is 0 or comes twice.
+    """
+    if not place:
+        raise InputError("task long needs a path, long:PATH: a text, or a folder of texts; PATH@1000+4000 for lengths")
+    lengths = LENGTHS_WORDS
+    if found := re.search(r"@(\d+(?:\+\d+)*)$", place):
+        lengths, place = tuple(map(int, found[1].split("+"))), place[: found.start()]
+        if 0 in lengths or len(set(lengths)) < len(lengths):
+            raise OptionError(f"{found[0]}: lengths are numbers of words, above 0 and each of them once")
     books, problems, prompts = list[Book](), list[str](), list[Prompt]()
-    for file in _files(path):
+    for file in _files(Path(place)):
         try:
             books.append(_book(file))
         except InputError as error:
             problems.append(str(error))
     for length in lengths:
         fit = [book for book in books if len(book.words) >= length]
-        problems += [
-            f"{book.name} has {len(book.words)} words, fewer than {length}" for book in books if book not in fit
-        ]
+        short = (book for book in books if book not in fit)
+        problems += [f"{book.name} has {len(book.words)} words, fewer than {length}" for book in short]
         for k in range(PASSAGES if fit else 0):
             book, turn = fit[k % len(fit)], k // len(fit)
             turns = len(range(k % len(fit), PASSAGES, len(fit)))  # passages of this book
             first = _first_word(book, length, turn, turns, seed)
-            task = f"long/{length}"
             text = book.text[book.words[first][0] : book.words[first + length - 1][1]]
-            prompts.append(Prompt(f"{task}/{book.name}-{first}", task, (ASK + text,), max_new_tokens=max_new_tokens))
+            name, task = f"{book.name}-{first}", f"long/{length}"
+            prompts.append(Prompt(f"{task}/{name}", task, (ASK + text,), max_new_tokens=max_new_tokens))
     return prompts, problems
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from eyas.errors import InputError, first_line
 from eyas_lab.chat_files import chat_lines, is_chat_file, parse_chat_line
 
-__all__ = ["BUNDLED", "TASKS", "Task", "files_of", "hub_lines", "lines_of"]
+__all__ = ["BUNDLED", "TASKS", "Line", "Task", "files_of", "hub_lines", "lines_of"]
 
 BUNDLED = Path(__file__).parents[1] / "prompts.jsonl"
 QUESTIONS = "question.jsonl"  # what Spec-Bench, MT-bench and EAGLE call their files
@@ -27,6 +27,15 @@ class Task(NamedTuple):
     file: str  # what PATH is
     hub: tuple[str, str | None, str] | None = None  # dataset, configuration, split
     max_new_tokens: int | None = None  # most new tokens of an answer; --max-new-tokens may ask for fewer
+
+
+class Line(NamedTuple):
+    """A line of a task."""
+
+    where: str
+    number: int  # in its file
+    record: Any  # the JSON; of a line that is not JSON the InputError that says so
+    part: str = ""  # part of the task that its file holds; "": the lines name it, or there is none
 
 
 # 1024 is what Spec-Bench's scripts allow (evaluation/inference_baseline.py), 512 what EAGLE's do in
@@ -70,19 +79,17 @@ def files_of(name: str, path: Path) -> list[Path]:
     return below
 
 
-def lines_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where, record) of every line; the record of a line that is not JSON is the InputError that
-    says so."""
-    for where, raw in chat_lines(file):
+def lines_of(file: Path, part: str = "") -> Iterator[Line]:
+    """Yield every line of a file, which holds this part of a task."""
+    for number, (where, raw) in enumerate(chat_lines(file), start=1):
         try:
-            yield where, parse_chat_line(raw)
+            yield Line(where, number, parse_chat_line(raw), part)
         except InputError as error:
-            yield where, error
+            yield Line(where, number, error, part)
 
 
-def hub_lines(name: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) of a task's dataset on the hub. InputError says what to install, or which
-    path to give instead."""
+def hub_lines(name: str) -> Iterator[Line]:
+    """Yield the rows of a task's dataset on the hub. InputError says what to install, or which path to give instead."""
     task = TASKS[name]
     file = f"give a file, {name}:PATH ({task.file})"
     if task.hub is None:
@@ -98,4 +105,4 @@ def hub_lines(name: str) -> Iterator[tuple[str, Any]]:
         reason = first_line(error, 160)
         raise InputError(f"task {name}: {dataset} cannot be fetched from the hub ({reason}); {file}") from error
     for number, row in enumerate(rows, start=1):
-        yield f"{dataset}, row {number}", row
+        yield Line(f"{dataset}, row {number}", number, row)

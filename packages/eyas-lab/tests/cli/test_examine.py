@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from command_line import last_json
 from eyas import tiny
 from eyas_lab.commands.demo import EMBEDDED_PROMPTS
+from serving import running, small_llm
 
 Run = Callable[..., Any]
 
@@ -52,6 +53,27 @@ def test_a_head_that_does_not(run: Run, prompts: Path, tmp_path: Path) -> None:
     assert shown.stdout.splitlines()[-1] == "verdict: fits with changes"
 
 
+@pytest.mark.slow
+def test_a_live_server(run: Run, prompts: Path) -> None:
+    """Bug: the table shows other shares than the server's answers had, or none."""
+    chain = {"nodes": 4, "depth": 3, "branch": 1}
+    llm, counted = small_llm(draft=tiny.HEADS["mtp"], tree=chain), [0] * 4
+    for prompt in EMBEDDED_PROMPTS:
+        for length in llm.generate(prompt, max_new_tokens=24).stats.accepted_lengths:
+            counted = [count + (length >= depth) for depth, count in enumerate(counted)]
+    with running(llm) as server:
+        for prompt in EMBEDDED_PROMPTS:
+            asked = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 24}
+            assert server.post("/v1/chat/completions", {"model": "tiny", **asked}).status_code == 200
+        server.wait_until_idle()
+        asked_for = ("examine", tiny.HEADS["mtp"], "--prompts", prompts, "--max-new-tokens", 24)
+        shown = run(*asked_for, "--metrics", f"{server.url}/metrics")
+        found = last_json(run(*asked_for, "--metrics", f"{server.url}/metrics", "--json"))
+    assert "on the server" in shown.stdout
+    assert found["served"] == {f"{n}-alpha": counted[n + 1] / counted[n] for n in range(3)}
+    assert found["served"]["0-alpha"] == pytest.approx(found["published"]["alphas"]["0-alpha"], abs=0.15)
+
+
 def test_bad_input(refused: Callable[..., str], prompts: Path, tmp_path: Path) -> None:
     """Bug: a traceback, or minutes of work before the refusal."""
     assert "there is no such folder" in refused("examine", "no head")
@@ -59,6 +81,7 @@ def test_bad_input(refused: Callable[..., str], prompts: Path, tmp_path: Path) -
     assert "does not exist" in refused("examine", "head", "--prompts", "none.txt")
     prompts.write_text("one\n")
     assert "has 1 of the 2 prompts needed" in refused("examine", "head", "--target", "llama", "--prompts", prompts)
+    assert "--metrics" in refused("examine", "head", "--metrics", "http://127.0.0.1:9/metrics")
     assert "no tokenizer" in refused("examine", "head", "--target", "bare")
 
 

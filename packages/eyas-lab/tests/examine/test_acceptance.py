@@ -16,6 +16,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.targets.loading import load_target
 from eyas_lab.examine.acceptance import DEPTH, cycles, keep, which_are_right
+from eyas_lab.examine.served import alphas_of
 from eyas_lab.examine.verdict import examine
 from eyas_lab.metrics import cycle_of
 
@@ -79,9 +80,22 @@ def test_a_good_head_raises_no_alarm(world: str, request: pytest.FixtureRequest)
     made: World = request.getfixturevalue(world)
     for name, folder in made.heads.items():
         found = examine(str(folder), made.target, made.answers)
-        assert (found.verdict, found.steps) == ("fits", ()), name
+        assert (found.verdict, found.steps, found.refusal) == ("fits", (), ""), name
         assert len(found.tried) >= 9
         assert (found.record is None) == (world == "small")
+
+
+@pytest.mark.parametrize(("prefix", "label"), [("vllm", 'engine="0",'), ("llamacpp", "")])
+def test_counters_of_a_server(prefix: str, label: str) -> None:
+    """Bug: shares of all drafts are taken for shares of those whose predecessors were accepted; llama-server's prefix, and
+    its counters without labels, are not read."""
+    name, count = f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total", f"{prefix}:spec_decode_num_drafts_total"
+    text = f"# TYPE {count} counter\n{count}{{{label[:-1]}}} 60.0\n".replace("{}", "")
+    text += "".join(f'{name}{{{label}position="{n}"}} {value}\n' for n, value in enumerate((50, 20, 0)))
+    if label:  # of several engines the sum
+        text += f'{count}{{engine="1"}} 40.0\n{name}{{engine="1",position="0"}} 30.0\n'
+    assert alphas_of(text) == {"0-alpha": 0.8 if label else 5 / 6, "1-alpha": 0.25 if label else 0.4, "2-alpha": 0.0}
+    assert alphas_of(f"{count} 0.0\n") == {}
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("dflash", "dflash-draft"), ("dspark", "dspark")])

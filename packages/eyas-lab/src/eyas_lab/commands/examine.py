@@ -33,6 +33,7 @@ SHOWN = 5  # variants of the published head
 EXAMPLES = """
 eyas examine HEAD --target MODEL  # a folder, a hub id or a file in GGUF format
 eyas examine HEAD --target MODEL --prompts mine.txt --json  # your own prompts, one per line
+eyas examine HEAD --target MODEL --metrics http://127.0.0.1:8000/metrics  # compare with the counters of a server
 """
 NOTES = (
     "Exit status: 0 if the head fits unchanged, 1 if it needs changes or does not fit, 2 for bad input.",
@@ -48,6 +49,8 @@ class ExamineOptions:
     """Your own prompts, one per line. Default: 20 prompts that come with eyas."""
     max_new_tokens: Annotated[PositiveInt, "Sampling", "N"] = 48
     """Longest answer in tokens."""
+    metrics: Annotated[str | None, "Server", "URL"] = None
+    """Compare with the counters of a server that drafts with this head: vLLM or eyas."""
     as_json: AS_JSON = False
 
 
@@ -60,15 +63,18 @@ def command(
 ) -> int:
     """Check whether a draft head fits its target. If it does not, find the setting that is wrong."""
     from eyas.checkpoints.tools import read_published
+    from eyas_lab.examine.served import served_alphas
 
     prompts = _prompts(job.prompts)
+    served = None if job.metrics is None else served_alphas(job.metrics)
     read_published(head)  # a folder without a head is refused before the target is loaded
     llm = load(model, DraftOptions(method="vanilla"), {})
     found = _examine(head, llm, prompts, job.max_new_tokens)
     if job.as_json:
-        print(json.dumps({"head": head, "target": llm.target.name, "verdict": found.verdict, **asdict(found)}))
+        told = {"head": head, "target": llm.target.name, "verdict": found.verdict, **asdict(found), "served": served}
+        print(json.dumps(told))
     else:
-        _print(found)
+        _print(found, served)
     return 0 if found.verdict == "fits" else 1
 
 
@@ -98,28 +104,40 @@ def _examine(head: str, llm: LLM, prompts: Sequence[str], tokens: int) -> Examin
         return examine(head, target, kept, lambda done, total, name: bar.show(done, name, total))
 
 
-def _print(found: Examination) -> None:
-    rows = [(name, *_cells(figures)) for name, figures in (("as published", found.published), *_steps(found))]
+def _print(found: Examination, served: dict[str, float] | None) -> None:
+    rows = []
+    if found.published is not None:
+        rows.append(("as published", *_cells(found.published)))
+    rows += [(step.name, *_cells(step.figures)) for step in found.steps]
     best = len(rows) - 1
-    if found.record is not None:
-        rows.append(("in its training", "", "", *_alphas(found.record)))
+    for name, alphas in (("in its training", found.record), ("on the server", served)):
+        if alphas is not None:
+            rows.append((name, "", "", *_alphas(alphas)))
     heads = ("setting", "tokens", "tau", *(f"{n}-alpha" for n in range(5)))
     print_table(heads, rows, f"{found.method}: drafts that the target accepts", best)
     if found.tried:
         shown = ", ".join(f"{name} ({tokens:.2f})" for name, tokens in found.tried[:SHOWN])
         print(f"the best of {len(found.tried)} variants, on a few answers: {shown}")
+    if found.refusal:
+        print(f"refused as published: {found.refusal}")
     for step in found.steps:
         print(f"{step.name}:")
         print(f"  the file says {step.says}; write {step.write}" if step.says else f"  {step.write}")
-    for doubt in found.doubts:
+    for doubt in (*found.doubts, *_advice(found, served)):
         print(doubt)
-    if found.verdict == "does not fit":
-        print("no variant fits either: the head was made for another model, another draft vocabulary or other text")
     print(f"verdict: {found.verdict}")
 
 
-def _steps(found: Examination) -> Iterator[tuple[str, Figures]]:
-    return ((step.name, step.figures) for step in found.steps)
+def _advice(found: Examination, served: dict[str, float] | None) -> Iterator[str]:
+    """Yield the lines that follow from the verdict and from the server's counters."""
+    from eyas.adaptive.memory import MIN_SHARE
+
+    if found.verdict == "does not fit":
+        yield "no variant fits either: the head was made for another model, another draft vocabulary or other text"
+    elif served is not None and found.best is not None:
+        here, there = (alphas.get("0-alpha", 0.0) for alphas in (found.best.alphas, served))
+        if there < MIN_SHARE * here:
+            yield f"the server accepts {there:.0%} of the first drafts, this command {here:.0%}: the server reads the head in another way"
 
 
 def _cells(figures: Figures) -> tuple[str, ...]:

@@ -1,27 +1,41 @@
 """The lines of a published file that say a setting, found by reading the file again with a line changed.
 
-So no table of formats is here: a change counts if the format's own reader then returns the wanted head.
+So no table of formats is here: a change counts if the format's own reader then returns the wanted head. For a file that
+its reader refuses, `readings` yields the small changes with which the reader takes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
 
 from eyas.checkpoints import Weights
-from eyas.checkpoints.tools import IDS, Published, interpret
+from eyas.checkpoints.tools import DFLASH, DSPARK, IDS, SGLANG, Published, interpret
 from eyas.errors import CheckpointError
 
-__all__ = ["Edit", "edit_for"]
+__all__ = ["Edit", "edit_for", "readings"]
 
 PLACES: tuple[tuple[str, ...], ...] = (
     (), ("eagle_config",), ("dflash_config",), ("rope_parameters",), ("transformer_layer_config",),
     ("transformer_layer_config", "rope_parameters"), ("eyas",),
 )  # fmt: skip
 """Objects of a config.json that may hold a setting."""
+
+UNSAID: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("sample_from_anchor", (True, False)),
+    ("norm_before_residual", (True, False)),
+    ("fc_norm", (True,)),
+    ("norm_before_fc", (True,)),
+    ("layer_ids", ("input", "output")),
+    ("carries", ("raw", "normed")),
+    ("architectures", ([SGLANG], ["Eagle3LlamaForCausalLM"], ["Qwen3Eagle3Model"], [DFLASH], [DSPARK])),
+)
+"""Settings without which readers refuse files, and their values."""
 
 RECORDS = ("eyas", "layer_ids_as_published")  # keys of our config that change no number
 ABSENT = object()
@@ -44,6 +58,25 @@ def edit_for(published: Published, source: str, wanted: Weights) -> Edit | None:
     edits = [edit for field in fields for place in PLACES if (edit := _edited(published, place, field))]
     edits.sort(key=lambda edit: edit.says.startswith("no "))  # a setting that the file says comes first
     return next((edit for edit in edits if _reads_as(edit.published, source, wanted)), None)
+
+
+def readings(published: Published, source: str) -> Iterator[tuple[Edit, Weights]]:
+    """Yield the changes with which a refused file can be read: of one part of it, or of two if one is not enough."""
+    found = False
+    for chosen in (*combinations(_guesses(published), 1), *combinations(_guesses(published), 2)):
+        if found and len(chosen) > 1:
+            return
+        edits, now = list[Edit](), published
+        for guess in chosen:
+            if edit := guess(now):
+                edits.append(edit)
+                now = edit.published
+        try:
+            weights = interpret(now, source)
+        except CheckpointError:
+            continue
+        found = True
+        yield Edit("; ".join(edit.says for edit in edits), "; ".join(edit.write for edit in edits), now), weights
 
 
 def _fields(key: str, value: Any) -> list[dict[str, Any]]:
@@ -110,3 +143,40 @@ def _reads_as(published: Published, source: str, wanted: Weights) -> bool:
     if ours != theirs or found.tensors.keys() != wanted.tensors.keys():
         return False
     return all(torch.equal(tensor, wanted.tensors[name]) for name, tensor in found.tensors.items())
+
+
+# --- files that are refused
+
+
+def _guesses(published: Published) -> list[Callable[[Published], Edit | None]]:
+    """Return changes that may make a refused file readable, each a function of the file."""
+    fields = [{name: value} for name, values in UNSAID for value in values]
+    tensors = published[1]
+    fields += [{"draft_vocab_size": len(tensors[name])} for name in ("d2t", "lm_head.weight") if name in tensors][:1]
+    return [
+        *(partial(_edited, place=place, field=field) for field in fields for place in ((), ("eyas",))),
+        _without_prefix,
+        _with_offsets,
+    ]
+
+
+def _without_prefix(published: Published) -> Edit | None:
+    """Take a word away with which all names of tensors begin."""
+    config, tensors = published
+    words = {name.partition(".")[0] for name in tensors}
+    if len(words) != 1:
+        return None
+    renamed = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    return Edit(f"names of tensors begin with {words.pop()}.", "the names without it", (config, renamed))
+
+
+def _with_offsets(published: Published) -> Edit | None:
+    """Make d2t again from the ids that t2d marks, or from its own values if they are ids."""
+    config, tensors = published
+    marks, ids = tensors.get("t2d"), tensors.get("d2t")
+    ids = ids if marks is None else marks.nonzero().flatten()
+    if ids is None:
+        return None
+    says = "another d2t" if "d2t" in tensors else "no d2t"
+    write = "d2t: the id of each draft token, minus the token's index"
+    return Edit(says, write, (config, {**tensors, "d2t": ids - torch.arange(len(ids))}))

@@ -21,11 +21,11 @@ from eyas.adaptive.memory import MIN_SHARE
 from eyas.checkpoints import Weights
 from eyas.checkpoints.tools import Published, interpret, read_published
 from eyas.core.target import Target
-from eyas.errors import EyasError, InputError
+from eyas.errors import CheckpointError, EyasError, InputError
 from eyas.files import parse_json
 from eyas.targets.fingerprints import has_fingerprint
 from eyas_lab.examine.acceptance import DEPTH, AsGiven, Inputs, KeptAnswer, cycles, run_lengths, which_are_right
-from eyas_lab.examine.published import edit_for
+from eyas_lab.examine.published import Edit, edit_for, readings
 from eyas_lab.examine.variants import Variant, variants
 from eyas_lab.metrics import n_alpha
 
@@ -71,21 +71,24 @@ class Examination:
     """The findings about a head."""
 
     method: str
-    published: Figures  # of the unchanged head
+    published: Figures | None  # of the unchanged head; None if its reader refuses the file
+    refusal: str  # why it does
     steps: tuple[Step, ...]
-    tried: tuple[tuple[str, float], ...]  # variants, best first, with accepted tokens on a few answers
+    tried: tuple[
+        tuple[str, float], ...
+    ]  # variants of the published head, and accepted tokens on a few answers; best first
     record: dict[str, float] | None  # acceptance by depth in its training
     doubts: tuple[str, ...] = field(default=())
 
     @property
-    def best(self) -> Figures:
+    def best(self) -> Figures | None:
         """The figures with all changes."""
         return self.steps[-1].figures if self.steps else self.published
 
     @property
     def verdict(self) -> str:
         """Return "fits", "fits with changes" or "does not fit"."""
-        first = self.best.alphas.get("0-alpha", 0.0)
+        first = 0.0 if self.best is None else self.best.alphas.get("0-alpha", 0.0)
         if first < (LOW if self.record is None else MIN_SHARE * self.record["0-alpha"]):
             return "does not fit"
         return "fits with changes" if self.steps else "fits"
@@ -121,7 +124,7 @@ def examine(
         inputs: of an engine that gives heads other inputs than eyas does.
 
     Raises:
-        CheckpointError: no head is there, or its reader refuses it.
+        CheckpointError: no head is there, or it is refused for a reason that no small change removes.
         InputError: the answers have too few tokens.
     """
     answers = [answer for answer in answers if answer.places]
@@ -129,13 +132,19 @@ def examine(
         raise InputError("fewer than two prompts have an answer of two tokens or more: give other --prompts")
     published = read_published(head)
     search = _Search(target, answers, head, published, inputs, on_variant)
-    start = Candidate(Variant("as published", interpret(published, head), inputs), target)
-    right = start.right(answers)
-    search.climb(start, right)
+    refusal, base = "", None
+    try:
+        start = Candidate(Variant("as published", interpret(published, head), inputs), target)
+        base = start.right(answers)
+    except CheckpointError as error:
+        refusal = str(error)
+        start = search.first_reading(error)
+    search.climb(start, start.right(answers) if base is None else base)
     weights = start.variant.weights
+    figures = None if base is None else Figures.of(base)
     doubts = tuple(_doubts(weights, start.drafter, target, answers))
     tried = tuple(sorted(search.tried, key=lambda one: -one[1]))
-    return Examination(weights.method, Figures.of(right), tuple(search.steps), tried, _record(head), doubts)
+    return Examination(weights.method, figures, refusal, tuple(search.steps), tried, _record(head), doubts)
 
 
 @dataclass
@@ -152,6 +161,20 @@ class _Search:
     def __post_init__(self) -> None:
         short = [answer.shortened(LOOK_TOKENS) for answer in self.answers]
         self.looks = sorted(short, key=lambda a: -a.places / len(a.ids_N))[:LOOKS]  # many tokens for their length
+
+    def first_reading(self, error: CheckpointError) -> Candidate:
+        """Return the best of the readings that small changes of a refused file allow. Raise `error` if there are none."""
+        assert self.published is not None
+        found = list[tuple[float, Edit, Candidate]]()
+        for edit, weights in readings(self.published, self.source):
+            if candidate := self._candidate(Variant(edit.write, weights, self.inputs)):
+                found.append((self._look(candidate), edit, candidate))
+        if not found:
+            raise error
+        _, edit, best = max(found, key=lambda one: one[0])
+        self.steps.append(Step(edit.write, Figures.of(best.right(self.answers)), edit.says, edit.write))
+        self.published = edit.published
+        return best
 
     def climb(self, now: Candidate, right: list[Tensor]) -> None:
         """Take the best variant as long as one is clearly better."""

@@ -120,12 +120,7 @@ class _Run:
     def greedy(self) -> Fields:
         plan, texts = self.plan, dict[str, list[Answer]]()
         asks = [Ask(prompt, plan.max_new_tokens, Sampling()) for prompt in plan.prompts]
-        order = {
-            "plain 1": self.plain,
-            "alone 1": self.deployment,
-            "alone 2": self.deployment,
-            "plain 2": self.plain,
-        }
+        order = {"plain 1": self.plain, "alone 1": self.deployment, "alone 2": self.deployment, "plain 2": self.plain}
         order["together"] = self.deployment
         for done, (name, asked) in enumerate(order.items()):
             self.on_progress(done, len(order), f"greedy, {name}")
@@ -183,13 +178,7 @@ class _Run:
         for i, sampling in enumerate(self.plan.samplings):
             self.on_progress(i, len(self.plan.samplings), "pilot")
             tokens = min(PILOT_TOKENS, self.plan.tokens)
-            answers = self._collect(
-                f"pilot-{i}",
-                self.plain,
-                sampling,
-                tokens,
-                10**7 * (i + 1) + 5 * 10**6,
-            )
+            answers = self._collect(f"pilot-{i}", self.plain, sampling, tokens, 10**7 * (i + 1) + 5 * 10**6)
             p_NV = torch.cat([self._p(self.plan.prompts[prompt], answer, sampling) for prompt, answer in answers])
             lengths = [len(answer.ids) for _, answer in answers]
             places = np.concatenate([np.arange(length) for length in lengths])
@@ -216,13 +205,7 @@ class _Run:
         """Return the tests of each sampling."""
         plan, found = self.plan, []
         for i, sampling in enumerate(plan.samplings):
-            answers = self._collect(
-                f"sampled-{i}",
-                self.deployment,
-                sampling,
-                plan.tokens,
-                10**7 * (i + 1),
-            )
+            answers = self._collect(f"sampled-{i}", self.deployment, sampling, plan.tokens, 10**7 * (i + 1))
             evidence, outside, edge = [], [], 0
             for number, (prompt, answer) in enumerate(answers):
                 self.on_progress(number, len(answers), "the referee reads")
@@ -302,14 +285,7 @@ def audit(
         on_power: called with the power of the sampled part before it runs, for each sampling.
     """
     kept = {**(settings or {}), "plan": {**asdict(plan), "samplings": [describe(s) for s in plan.samplings]}}
-    run = _Run(
-        deployment,
-        plain,
-        referee,
-        plan,
-        Records(folder, kept),
-        on_progress,
-    )
+    run = _Run(deployment, plain, referee, plan, Records(folder, kept), on_progress)
     report: Fields = {"deployment": deployment.name, "plain": plain.name, "dtype": referee.dtype}
     report |= {"plan": {**asdict(plan), "prompts": len(plan.prompts)}, "greedy": run.greedy(), "sampled": []}
     if plan.tokens and plan.samplings:

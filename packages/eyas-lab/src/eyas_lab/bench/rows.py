@@ -116,15 +116,7 @@ def rows(answers: Sequence[Answer], bytes_per_step: float, bandwidth: float | No
                 row = _row([] if error else ours, sets.get("vanilla", []), sets.get("transformers", []))
                 speed = row["tokens_per_second"]
                 row["R"] = None if speed is None else _round(utilisation(speed, bytes_per_step, bandwidth), 3)
-                table.append(
-                    {
-                        "method": method,
-                        "task": task,
-                        "temperature": temperature,
-                        **row,
-                        "error": error,
-                    }
-                )
+                table.append({"method": method, "task": task, "temperature": temperature, **row, "error": error})
     return table
 
 
@@ -147,14 +139,7 @@ def _row(ours: list[Answer], vanilla: list[Answer], theirs: list[Answer]) -> dic
         "tau": _round((tau or (None,))[0]),
         "tau_interval": _interval(tau),
         "mean_acceptance_length": _round(mean_acceptance_length(cycles)),
-        "c": _round(
-            relative_cycle_cost(
-                sum(a.decode_seconds for a in ours),
-                len(cycles),
-                plain_seconds,
-                plain_cycles,
-            )
-        ),
+        "c": _round(relative_cycle_cost(sum(a.decode_seconds for a in ours), len(cycles), plain_seconds, plain_cycles)),
         "equal": all(a.differs is None for a in ours) if any(a.comparable for a in ours) else None,
         "differ": [[a.prompt, a.turn, *a.differs] for a in ours if a.differs is not None],
         "cycles": len(cycles),

@@ -101,23 +101,8 @@ def command(*, job: AuditOptions, draft: DraftOptions, model: TargetOptions, opt
 
     samplings, extra = _check(job, draft, model), _extra_body(job.extra_body)
     plain = load(model, DraftOptions(method="vanilla"), {})
-    plan = Plan(
-        _prompts(job, plain),
-        samplings,
-        job.tokens,
-        job.max_new_tokens,
-        job.error,
-        job.seed,
-    )
-    audit = _Audit(
-        job,
-        model,
-        draft,
-        options,
-        plain,
-        plan,
-        extra,
-    )
+    plan = Plan(_prompts(job, plain), samplings, job.tokens, job.max_new_tokens, job.error, job.seed)
+    audit = _Audit(job, model, draft, options, plain, plan, extra)
     kept = f"what is done is kept in {job.output}; the same command goes on"
     with locked_folder(Path(job.output)), interruptible(lambda: kept):
         return audit.self_test() if job.self_test else audit.run()
@@ -227,33 +212,14 @@ class _Audit:
                 note(" | ".join(row))
 
         job, llm = self.job, self.plain
-        settings = {
-            **asdict(self.model),
-            **asdict(self.draft),
-            **self.options,
-            **asdict(job),
-            **more,
-        }
+        settings = {**asdict(self.model), **asdict(self.draft), **self.options, **asdict(job), **more}
         kept = {k: v for k, v in settings.items() if k not in ("output", "as_json", "verbose")}
         plain = EyasDeployment(llm, "plain decoding of eyas", job.concurrency)
-        referee = Referee(
-            llm.target.model,
-            llm.eos,
-            job.server_dtype,
-            job.seed,
-        )
+        referee = Referee(llm.target.model, llm.eos, job.server_dtype, job.seed)
         folder.mkdir(parents=True, exist_ok=True)
         with progress_bar("audit") as bar:
             show: Any = {"on_progress": lambda done, total, what: bar.show(done, what, total), "on_power": show_power}
-            report = audit(
-                deployment,
-                plain,
-                referee,
-                self.plan,
-                folder=folder,
-                settings=kept,
-                **show,
-            )
+            report = audit(deployment, plain, referee, self.plan, folder=folder, settings=kept, **show)
         write_report(folder, report)
         return report
 
@@ -270,12 +236,7 @@ class _Audit:
         with quiet(self.model.verbose):
             assistant = read_model(job.assistant, target.dtype, self.model.trust_remote_code, "assistant")
         name = f"generate of transformers with the assistant {job.assistant}"
-        return TransformersDeployment(
-            target.model,
-            name,
-            sorted(self.plain.eos),
-            assistant_model=assistant,
-        )
+        return TransformersDeployment(target.model, name, sorted(self.plain.eos), assistant_model=assistant)
 
     def _drafting(self) -> LLM:
         """Return the target with a draft in every cycle, unless the user wants it otherwise."""
@@ -294,18 +255,8 @@ class _Audit:
             return encode_part(tokenizer, text, "an answer") if text else []
 
         key = os.environ.get("OPENAI_API_KEY", "")
-        limits: Any = {
-            "model": job.model,
-            "rows": job.concurrency,
-            "extra": self.extra,
-            "key": key,
-        }
-        server = ServerDeployment(
-            url,
-            encode,
-            sorted(llm.eos),
-            **limits,
-        )
+        limits: Any = {"model": job.model, "rows": job.concurrency, "extra": self.extra, "key": key}
+        server = ServerDeployment(url, encode, sorted(llm.eos), **limits)
         if server.probe(llm.ids(PROMPTS[0])) == "text":
             note(
                 f"{url} gives no token ids: its texts are encoded again, which weakens the audit, as a text may be made "

@@ -4,8 +4,6 @@ python tests/edited.py NAME ... tries them with compiled kernels: prints a line 
 ids than transformers' generate. A child process, as kernels that read past a matrix end it.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

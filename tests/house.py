@@ -9,8 +9,6 @@ The table lists every folder and every loose module of each distribution with it
 docstrings, comments and blank lines), and numbers of the whole that only fall.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -100,7 +98,7 @@ class House:
         return self.start + sum(raise_of(line) for line in self.raised)
 
     @classmethod
-    def parse(cls, text: str) -> House:
+    def parse(cls, text: str) -> "House":
         """Return the table in this text of a TOML file."""
         table = tomllib.loads(text)
         return cls(table["lines"], table["numbers"], table["budget"]["start"], tuple(table["budget"]["raised"]))

@@ -1,7 +1,5 @@
 """Ctrl-C at a chosen line of eyas: KeyboardInterrupt from a trace function, as a signal's handler raises it."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ with the mistake (rewriting.py). The processes are forked from one that has alre
 and transformers but nothing of eyas. The trials of ORIGINAL change nothing and must pass.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

@@ -11,8 +11,6 @@ code nor the names of its variables matter. A change that no longer applies rais
 `DoesNotApplyError`.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

@@ -4,8 +4,6 @@ python tests/state_fuzz.py SEED ROUNDS prints a line for each round, and ends wi
 a kernel that reads past a matrix ends it.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Tests `pytest --again`: what CI says of tests that fail once, always, or in the company of others (tests/again.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

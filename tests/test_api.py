@@ -1,7 +1,5 @@
 """load, generate, stream, chat."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -5,8 +5,6 @@ packages of one layer do not import each other; nothing is imported in a circle.
 the source, so one inside a function or under TYPE_CHECKING counts like any other.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Keywords of generate, and the names of other libraries."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

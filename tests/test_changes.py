@@ -1,7 +1,5 @@
 """Models that change under an LLM or a chat: the changed model's answer, or an error that says to load it again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

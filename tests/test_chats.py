@@ -1,7 +1,5 @@
 """Chats as clients and data files write them: one form for every template, and errors that name the message."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """eyas.checkpoints: heads survive writing and reading bit by bit; whatever is wrong with a file is said in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """Fields of configurations that change what `model.generate` answers: the same ids, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A process's default dtype and device, and autocast, change no id and no draft, or eyas refuses them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Errors travel between processes: multiprocessing, concurrent.futures and Ray pickle them."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """docs/reference/families.md is what runs/families.py makes of the record, which is true for some quick types."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

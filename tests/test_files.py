@@ -1,7 +1,5 @@
 """Files that stay whole, and outputs that one process writes at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

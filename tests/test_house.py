@@ -1,7 +1,5 @@
 """The brake: the whole does not grow without anybody noticing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

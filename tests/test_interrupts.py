@@ -1,7 +1,5 @@
 """Ctrl-C at any moment: what comes next is answered, and answered right. With tests/state_fuzz.py, which adds other disturbances."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ Every test runs for each instruction set that this machine has, from the native 
 vectors of four floats, and for AVX-VNNI, whose one instruction is replaced by what it computes if the machine lacks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Building and loading the CPU kernels: broken compilers and caches, and other people's files, end in one line.
 Compilers are shell scripts here; the one that works copies this session's library."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

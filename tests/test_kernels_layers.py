@@ -4,8 +4,6 @@ a tree behind committed slots, and what must not spread from one row to another.
 As in test_kernels.py, every test runs for each instruction set that this machine has.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The warning that others used the machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

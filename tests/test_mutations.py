@@ -1,7 +1,5 @@
 """Tests of the tests: every mistake in mutations.py is found, by an assertion, and the code as it is passes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

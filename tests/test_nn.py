@@ -1,7 +1,5 @@
 """The parts of draft nets: packed attention against its definition, its gradient and memory; rotary positions."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The distributions that pyproject.toml describes: every file is in its wheel, and the names of extras are true."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

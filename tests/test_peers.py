@@ -1,7 +1,5 @@
 """runs/peers.py: what becomes of the answers of several engines. The engines themselves run in tests/interop."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the tests: a warm child is what a new process of Python would be."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Pages, help, docstrings and errors read at once: no sentence of the kinds that `tests/prose.py` finds."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

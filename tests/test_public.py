@@ -1,7 +1,5 @@
 """The public pages are true: their code runs, their links and names exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """How the tokens of an answer become text: what is known of stop strings before the tokens are emitted."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands behind the figures: each has its help, runs in its smallest form, and goes on where it was stopped."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """eyas.text on real tokenizers of every kind: streamed text equals `decode`, and stops cut where a search does."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

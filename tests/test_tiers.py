@@ -1,7 +1,5 @@
 """Tests which cases `make test` leaves to `make test-all`, and that it says how many (tests/tiers.py, tests/covers.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """docs/start/tutorial.ipynb runs from its first cell to its last, without Jupyter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `make wings` runs this alone, and tests of each wing's own as well.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bandit: estimates, choices and what trials may cost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

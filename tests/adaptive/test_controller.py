@@ -1,7 +1,5 @@
 """The controller on simulated machines: seconds are made up, so nothing here depends on this machine's clock."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from itertools import pairwise

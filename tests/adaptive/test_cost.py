@@ -1,7 +1,5 @@
 """The measurement of costs and the file that keeps them. No time is compared with another."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

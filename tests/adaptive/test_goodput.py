@@ -1,7 +1,5 @@
 """The plan: what trees are expected to yield, and which one pays most."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What one process learnt of a head's drafts, the next begins with; and a warning where a head accepts too little."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

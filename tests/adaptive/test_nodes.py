@@ -1,7 +1,5 @@
 """How many nodes a pass verifies: against every choice there is, and in batches whose text must stay the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The controller reads the record of a head's training, and begins with the acceptance that it states."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Block drafters: a block is read in drafting as in training; trees from its laws; anchors and losses."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """DFlash and DSpark heads on disk: the published names are written out here; which token a slot
 predicts; what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

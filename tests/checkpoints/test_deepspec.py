@@ -4,8 +4,6 @@ DeepSpec's heads give the logits of a reference that is built from transformers'
 read again.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Heads in files of GGUF format: they are what the folders hold from which they were made, they draft the same, and
 what cannot be read says why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """P-EAGLE heads on disk: the two published forms, what is refused, and writing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

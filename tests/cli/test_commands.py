@@ -1,7 +1,5 @@
 """Help pages, and the commands that need no training and no files: methods, doctor, chat."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

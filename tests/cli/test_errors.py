@@ -1,7 +1,5 @@
 """Errors: each gives one line and a status, and nothing is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

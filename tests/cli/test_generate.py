@@ -1,7 +1,5 @@
 """`eyas generate`: one prompt and files of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

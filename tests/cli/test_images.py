@@ -1,7 +1,5 @@
 """`eyas generate` with images: as an option, and in the messages of a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which characters of a streamed answer were drafted."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Terminals, standard streams, interrupts, optional packages and locks: the command as a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Prompts with images: every method gives the text of transformers' generate, and none reads another image's keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

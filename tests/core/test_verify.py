@@ -5,8 +5,6 @@ Nothing is sampled except in tests that say so; the only error is float32's. Tar
 laws after every prefix. Prefixes are numbered like a heap: 0 is empty, i followed by token t is i * V + t + 1.
 B rows, N nodes, P nodes on the longest path, V vocabulary, I prefixes, W starting prefixes, D depth of the tree."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -159,7 +157,7 @@ class Recorded(Tensor):
     added: list[Tensor]
 
     @classmethod
-    def of(cls, value: Tensor, added: list[Tensor]) -> Recorded:
+    def of(cls, value: Tensor, added: list[Tensor]) -> "Recorded":
         noise = value.as_subclass(cls)
         noise.added = added
         return noise

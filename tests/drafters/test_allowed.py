@@ -1,7 +1,5 @@
 """Drafts under constraints: heads propose what the constraint allows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

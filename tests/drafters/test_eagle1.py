@@ -1,7 +1,5 @@
 """EAGLE-1's ablation (`--head.inputs`): what each net reads, drafting and training; lossless, stored as what it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """gemma4_assistant: the net is transformers' own, drafts by it are verified, misfits are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

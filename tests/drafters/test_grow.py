@@ -1,7 +1,5 @@
 """Trees as they are grown: shared noise, ways to expand and keep nodes, against a slow builder."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two methods in one cycle: the ids of the plain loop, and each session is told what it would have seen alone."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

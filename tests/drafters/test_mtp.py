@@ -1,7 +1,5 @@
 """mtp: a published module is transformers' own, drafts are verified, a trained module comes back from its folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """Drafting from the text alone, against naive searches through it; and the sessions that keep the text."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

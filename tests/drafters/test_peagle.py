@@ -1,7 +1,5 @@
 """P-EAGLE, and EAGLE-3's net with several layers: transformers' layers, training against drafting, a short training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

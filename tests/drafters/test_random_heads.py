@@ -1,7 +1,5 @@
 """Heads with random weights, with which real sizes are measured: they look like published ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

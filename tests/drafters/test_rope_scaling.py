@@ -1,7 +1,5 @@
 """RoPE that is scaled in a head: as transformers computes it, kernels and caches included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """small_model: its own cache beside the target's, vocabularies, what it drafts, and how it is loaded and trained."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

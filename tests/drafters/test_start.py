@@ -1,7 +1,5 @@
 """The first weights of draft nets, fitted by least squares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

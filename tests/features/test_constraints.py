@@ -1,7 +1,5 @@
 """Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the tokens before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Processors over trees: only prefixes that decoding reaches, and one clear error for one that returns no scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

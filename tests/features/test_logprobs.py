@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens and prompts, and traces, against a forward of the model over the whole text."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Structured output through `LLM` and the engine: plain decoding's ids under the same masks, for every method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

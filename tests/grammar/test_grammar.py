@@ -1,7 +1,5 @@
 """Constraints: their masks against an independent matcher, over trees, tokenizers and the ends of texts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

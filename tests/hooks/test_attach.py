@@ -1,7 +1,5 @@
 """`eyas.attach` and the folder of a head: `generate` for everybody, and the model as it was afterwards."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

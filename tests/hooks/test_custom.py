@@ -1,7 +1,5 @@
 """`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does without eyas."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections import Counter

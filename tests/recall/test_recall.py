@@ -1,7 +1,5 @@
 """Drafting from the texts of other requests: what a pool finds, what it forgets, and that no text changes."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The target by compiled kernels: the model's own numbers, the same bits in every shape of pass,
 and losslessness over every method."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache

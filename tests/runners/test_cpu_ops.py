@@ -1,7 +1,5 @@
 """The seam of fast operations: who uses the kernels', and that they compute what the reference computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pruned and edited models with compiled kernels: the ids of transformers, by kernels or by the model's own forward."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,8 +1,6 @@
 """The runner that a target gets on a GPU without eyas-gpu: the model's own forward, and a line that says what to install.
 Tried on a CPU."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Which runner a target gets, and what is set before its first forward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What was found out about a model is kept, and is forgotten as soon as anything has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

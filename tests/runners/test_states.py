@@ -2,8 +2,6 @@
 every way to cut or to copy a row. tests/core/test_hybrids.py decodes with it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

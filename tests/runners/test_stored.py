@@ -1,7 +1,5 @@
 """Models whose weights stay in their files: the numbers of transformers, little memory, packed files that are used again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Threads of passes, with times that are made up."""
 
-from __future__ import annotations
-
 from eyas.runners._threads import MAX_SINGLE_THREAD_SECONDS, SINGLE_THREAD_SECONDS, Threads
 
 

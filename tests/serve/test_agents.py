@@ -1,7 +1,5 @@
 """Requests of coding agents, as Claude Code, Codex, opencode and others send them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

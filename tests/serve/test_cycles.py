@@ -1,7 +1,5 @@
 """Steps as the page reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

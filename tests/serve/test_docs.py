@@ -1,7 +1,5 @@
 """The pages about the server are true: their clients get answers, their metrics and options exist."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

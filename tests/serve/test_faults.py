@@ -1,7 +1,5 @@
 """Clients and requests that misbehave: no hang, no lost row, no harm to others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

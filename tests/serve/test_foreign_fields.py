@@ -1,8 +1,6 @@
 """Fields of vLLM, SGLang and llama.cpp are served, refused by name, or known to change no answer; the list of them is read
 from their sources."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

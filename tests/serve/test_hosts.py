@@ -1,7 +1,5 @@
 """The names by which a server answers."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

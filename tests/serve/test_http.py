@@ -1,8 +1,6 @@
 """The bytes that the server sends, without a client library between: headers, errors, keys, events,
 small endpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched, no file is read."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`suffix` of /v1/completions and llama.cpp's /infill: the middle of a text."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,5 @@
 """Log-probabilities and echo, as lm-eval and OpenAI's client read them."""
 
-from __future__ import annotations
-
 import random
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/messages and /v1/messages/count_tokens, as bytes; tests/clients has Anthropic's own client."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's own client reads what the server sends."""
 
-from __future__ import annotations
-
 import httpx2
 import pytest
 

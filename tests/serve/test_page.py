@@ -1,7 +1,5 @@
 """The page in a real browser: it shows what a scripted server sends."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

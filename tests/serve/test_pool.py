@@ -1,7 +1,5 @@
 """Which Decoder a sequence enters."""
 
-from __future__ import annotations
-
 import pytest
 
 import eyas

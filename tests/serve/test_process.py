@@ -1,7 +1,5 @@
 """`eyas serve` as a process: where it listens, how it ends, what it writes."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Reading answers: content, reasoning and calls, by the marks of each family of templates."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

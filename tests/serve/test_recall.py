@@ -1,7 +1,5 @@
 """A server that drafts from earlier answers and from corpora, each key from its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

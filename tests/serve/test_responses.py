@@ -1,7 +1,5 @@
 """OpenAI's client reads /v1/responses, whole and as events: texts, calls, reasoning, what is remembered."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

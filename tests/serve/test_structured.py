@@ -1,7 +1,5 @@
 """Structured output and tools through the server, read by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 """Through the server, texts equal those of `LLM.generate` byte by byte: alone and among others,
 streamed and not, for every method, for hybrid targets and for layers on several devices."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Adapters of PEFT on the target, merged and switched: the text is that of PEFT's own model, by
 every method; nothing is mixed up."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

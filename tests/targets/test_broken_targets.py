@@ -5,8 +5,6 @@ Guards the mutants that once escaped as exceptions of transformers, tokenizers, 
 A mutant is a small model saved to a folder and one change of its files, drawn from a seed.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

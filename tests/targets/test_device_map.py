@@ -1,8 +1,6 @@
 """Targets that accelerate has spread with a device map: weights wait on a disk, and every method
 gives the text of the whole model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

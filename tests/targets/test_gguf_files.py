@@ -1,7 +1,5 @@
 """Files in GGUF format: read once, to the bit as transformers reads them, and kept."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

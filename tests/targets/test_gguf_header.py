@@ -1,7 +1,5 @@
 """The head of a file in GGUF format, next to the reader of the package gguf, and what transformers makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

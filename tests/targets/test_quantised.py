@@ -1,8 +1,6 @@
 """Quantised targets: the text is that of their own plain decoding, by every method; whatever would
 break that is named."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from pathlib import Path

@@ -17,7 +17,6 @@ from eyas.core import dormant as _sleep
 from eyas.core.dormant import Decision, Policy, with_policy
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.options import build_options
-from eyas.core.requests import check_steps
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, TargetOutput, Verdict
@@ -250,67 +249,6 @@ def test_a_prompt_waits_while_all_sleep(
     while not decoder.finished:
         decoder.step()
     assert found == read
-
-
-@pytest.mark.slow
-def test_chat_goes_on_after_a_nap(target: Target) -> None:
-    """Bug: what a row missed when its answer ended is held to be known: an index lacks it, a head reads wrong pairs."""
-    for name in ("suffix", "eagle2", "small_model"):
-        spies = [Spy(right_now_and_then(name, target)) for _ in range(2)]
-        said: list[list[int]] = []
-        for spy, policy in zip(spies, (None, Once()), strict=True):
-            decoder = Decoder(target, with_policy(spy, policy), reuse=True)
-            first = run(decoder, [Request(PROMPTS[0], 12)])[0][0]
-            second = (*PROMPTS[0], *first, 9, 9)
-            spy.seen.clear()
-            said.append(run(decoder, [Request(second, 12)])[0][0])
-        assert said[0] == said[1]
-        at = len(second)
-        assert spies[0].seen[at, 0] == spies[1].seen[at, 0], name
-
-
-class SmallerTrees(Quiet):
-    """Large trees until row 0 ends, then trees of one level. Row 0 has no drafts for its last `plain` tokens."""
-
-    def __init__(self, largest: TreeSize, length: int, plain: int) -> None:
-        self.largest, self.awake_length = largest, length - plain
-
-    def decide(self, cycle_input: CycleInput) -> Decision:
-        if 0 not in cycle_input.active_rows:
-            return Decision(TreeSize(2, 1, 1))
-        drafts_every_row = len(cycle_input.row_tokens[0]) <= self.awake_length
-        return Decision(self.largest, frozenset(() if drafts_every_row else cycle_input.active_rows))
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("plain", [pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", ["eagle2", "eagle3", "dflash", "small_model"])
-def test_trees_get_smaller_after_a_row_has_ended(name: str, plain: int, target: Target) -> None:
-    """Bug: an ended row, whose text a new request continues, waits with a longer path than trees have now."""
-    drafter = right_now_and_then(name, target)
-    if name == "small_model":
-        kind = drafters.find(name)
-        drafter = kind(target, build_options(kind.Options, {"depth": 4, "dynamic.nodes": 9}), target)
-    assert drafter.max_tree is not None
-    ended, beside = Request((5,), 30), Request((11,), 60)
-    decoder = Decoder(target, with_policy(drafter, SmallerTrees(drafter.max_tree, 31, plain)), 2, reuse=True)
-    steps: list[Step] = []
-    requests = [ended, beside]
-    for request in requests:
-        decoder.add(request)
-    while not decoder.finished:
-        steps += check_steps(decoder.step())
-        text = [token for step in steps if step.request_id == 1 for token in step.tokens]
-        later = sum(step.row == 1 for step in steps) - sum(step.row == 0 for step in steps)
-        if len(requests) == 2 and len(text) == ended.max_new_tokens and later > 3:
-            requests.append(Request((*ended.prompt, *text, 9), 6))
-            decoder.add(requests[-1])
-    for number, request in enumerate(requests, 1):
-        tokens = [token for step in steps if step.request_id == number for token in step.tokens]
-        assert tokens == plain_decode(target.model, request)
-    if name in ("eagle2", "small_model"):
-        assert max(step.accepted for step in steps if step.request_id == 1) > 1
-        assert len(requests) == 3
 
 
 class Once(Quiet):

@@ -11,7 +11,6 @@ from torch import Tensor
 import zoo
 from eyas import drafters
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.features import TextEnd
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError
@@ -122,21 +121,6 @@ def test_nothing_is_asked_behind_the_end(name: str, end: str, sampling: Sampling
     assert tokens == plain
     if sampling.greedy and "structure" not in end and "bans" not in end:
         assert tuple(tokens) == free_text(sampling)[: len(tokens)]
-
-
-def test_open_nodes() -> None:
-    """Guards the rule: nodes that end the text, and all below them, are closed; the root never is."""
-    parents, tokens = [-1, 0, 1, 2, 0, 4, 5], [7, 1, 2, 3, 9, 2, 3]
-    everything = {0: (), 1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (9,), 5: (9, 2), 6: (9, 2, 3)}
-    assert TextEnd().open_nodes(parents, tokens) == everything
-    for end, open_nodes in (
-        (TextEnd(eos={2, 7}), {0, 1, 4}),
-        (TextEnd(remaining=1), {0}),
-        (TextEnd(remaining=2), {0, 1, 4}),
-        (TextEnd(stops_after=lambda path: tuple(path) == (9, 2)), {0, 1, 2, 3, 4}),
-    ):
-        assert end.open_nodes(parents, tokens) == {node: everything[node] for node in open_nodes}
-    assert TextEnd().open_nodes(parents, tokens, [True, False, True, True, True, True, True]).keys() == {0, 4, 5, 6}
 
 
 @pytest.mark.parametrize("eos", [{-1}, {zoo.VOCAB}, {-1, -2, zoo.VOCAB + 7}])

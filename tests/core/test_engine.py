@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import zoo
 from eyas import drafters
@@ -90,19 +89,6 @@ def test_cancel_leaves_everything_usable(target: Target) -> None:
     decoder.cancel(waiting)
     assert decoder.finished
     assert run(decoder, [Request(PROMPT, 12)])[0][0] == plain_decode(target.model, Request(PROMPT, 12))
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["processors", "penalty"])
-def test_each_node_has_its_own_prefix(target: Target, own: bool) -> None:
-    """Guards generate's processors and our penalty inside the tree: ancestors count, cousins do not."""
-    slow = () if own else (NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.7))
-    asked: Any = {"repetition_penalty": 1.4} if own else {"logits_processor": LogitsProcessorList(slow)}
-    ids = torch.tensor([PROMPT])
-    asked |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    theirs = target.model.generate(ids, max_new_tokens=30, **asked)[0, len(PROMPT) :].tolist()
-    request = wished(PROMPT, 30, Sampling(repetition_penalty=1.4 if own else 1.0), processors=slow)
-    for method in (Oracle(target, {PROMPT: theirs}), drafters.find("eagle2").random(target, seed=4)):
-        assert run(Decoder(target, method), [request])[0][0] == theirs
 
 
 @pytest.mark.quick("256")

@@ -4,12 +4,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +17,6 @@ from eyas.core import extensions
 from eyas.core.engine import Decoder, Request
 from eyas.core.extensions import TargetExtension, TargetState
 from eyas.core.target import ForwardInput, Target, TargetSession
-from eyas.errors import InputError, ModelError
 from eyas.targets.media import Extension as Media
 from eyas_gpu import runner
 from reference import plain_decode, run
@@ -72,12 +69,6 @@ def offer(search: pytest.MonkeyPatch, value: str) -> None:
     search.setattr("eyas.core.extensions.entry_points", lambda group: [p for p in points if p.group == group])
 
 
-def test_the_folders_extensions_in_their_order() -> None:
-    """Guards the search: a module of eyas/targets with an `Extension` is found without being listed."""
-    found = [extension.__module__.removeprefix("eyas.targets.") for extension in extensions.known_extensions()]
-    assert found == ["placement", "quantised", "adapters", "recurrent", "media", "hooked"]
-
-
 def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> None:
     """Guards the entry point, the calls that a state gets, and that its reason keeps kernels away."""
     module: Any = ModuleType("package_of_somebody")
@@ -96,25 +87,3 @@ def test_an_installed_package_adds_an_extension(search: pytest.MonkeyPatch) -> N
     with pytest.warns(UserWarning, match="no CUDA graphs: calls are counted"):
         assert runner.with_graphs(target, "on", own=True) is target
     assert Target(zoo.FAMILIES["gpt2"]()).open(1).states == ()
-
-
-def test_a_package_that_cannot_be_loaded(search: pytest.MonkeyPatch) -> None:
-    """Bug guarded: another package's mistake ends in a traceback that names neither."""
-    offer(search, "eyas_package_that_is_not_there:Extension")
-    with pytest.raises(ModelError, match="extension eyas_package_that_is_not_there:Extension cannot be loaded"):
-        Target(zoo.FAMILIES["llama"]())
-
-
-def test_the_core_alone(search: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards the ring: without the folder plain models decode, and what needs an extension is refused in words."""
-    plain = plain_decode(zoo.FAMILIES["llama"](), REQUEST)
-    search.setattr(extensions, "FOLDER", tmp_path / "targets")
-    extensions.known_extensions.cache_clear()
-    target = Target(zoo.FAMILIES["llama"]())
-    assert target.extensions == ()
-    decoder = Decoder(target, drafters.find("vanilla").random(target), 1)
-    assert run(decoder, [REQUEST])[0] == [plain]
-    with pytest.raises(ModelError, match="lfm2 cannot be served: it has recurrent state, but no target extension"):
-        Target(zoo.HYBRIDS["lfm2"]())
-    with pytest.raises(InputError, match="pixel_values: no target extension reads more than tokens"):
-        decoder.add(Request((5,), 3, media={"pixel_values": torch.zeros(1)}))

@@ -11,14 +11,12 @@ import zoo
 from covers import turn
 from eyas import drafters
 from eyas.core.cache import KVCache
-from eyas.core.dormant import Decision, with_policy
 from eyas.core.drafter import method_name
 from eyas.core.engine import Decoder, Request, Step
 from eyas.core.sampling import Sampling
 from eyas.core.target import ForwardInput, Target
 from eyas.core.tree import TargetOutput
 from eyas.drafters import Drafter, DraftSession
-from eyas.drafters._merge import Merged
 from eyas.errors import EyasError, FitError, InputError, ModelError
 from reference import plain_decode
 from test_lossless import DRAWN, make
@@ -142,34 +140,6 @@ def test_a_row_of_nan_harms_no_other(model: Any, healthy: list[tuple[Request, li
         check_isolation(make(name, target), failing, ModelError, "logits are NaN", healthy, reuses)
 
 
-class Now:
-    """The head drafts in the cycle that fails, and in no other."""
-
-    def decide(self, cycle_input: Any) -> Decision:
-        poisoned = POISON in cycle_input.tokens_B.tolist()
-        return Decision(plain=frozenset(() if poisoned else cycle_input.active_rows))
-
-    def observe(self, steps: Any) -> None:
-        assert steps
-
-    def observe_prompt(self, tokens: int, seconds: float | None) -> None:
-        assert tokens
-
-    def is_dormant(self, rows: int) -> bool:
-        return True
-
-
-@pytest.mark.slow
-def test_a_row_of_nan_in_two_methods_and_in_a_dormant_one(model: Any, healthy: list[tuple[Request, list[int]]]) -> None:
-    """Guards the sessions that hold sessions: each is told that the row has failed."""
-    target = Target(model)
-    target = target.run_with(Poisoned(target.runner))  # type: ignore[arg-type]
-    late = wished((5, 6, 7), 12, processors=(forced(POISON, 6),))
-    merged = Merged(make("eagle2", target), make("suffix", target))
-    for drafter in (merged, with_policy(make("eagle2", target), Now())):
-        check_isolation(drafter, late, ModelError, "logits are NaN", healthy)
-
-
 def raises(ids: Tensor, scores: Tensor) -> Tensor:
     if ids.shape[1] > 5:
         raise KeyError("no such\nprefix")
@@ -185,17 +155,6 @@ def test_a_processor_that_raises(model: Any, healthy: Any, name: str, sampling: 
     failing = wished((5, 6, 7), 12, sampling, processors=(raises,))
     said = "processor raises raised KeyError: 'no such\\nprefix'"
     check_isolation(make(name, Target(model)), failing, InputError, said, healthy)
-
-
-@pytest.mark.slow
-def test_a_stop_that_raises(model: Any, healthy: list[tuple[Request, list[int]]]) -> None:
-    """Guards the reading of text, which runs within the engine's step."""
-
-    def stop(token: int) -> bool:
-        raise RuntimeError("broken reader")
-
-    failing, said = Request((5, 6, 7), 12, stop=stop), "stop raised RuntimeError: broken reader"
-    check_isolation(make("eagle2", Target(model)), failing, InputError, said, healthy)
 
 
 @pytest.mark.slow

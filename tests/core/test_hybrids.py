@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import eyas
 import zoo
+from core.test_joint_law import deviations
 from eyas import drafters, kernels
 from eyas.core.drafter import CycleInput
 from eyas.core.engine import Decoder, Request, Step
+from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Tree
-from eyas.drafters import Drafter, DraftSession, small_model
+from eyas.drafters import Drafter, DraftSession, find, small_model
 from eyas.errors import ModelError
-from eyas.targets.recurrent import state_modules
 from eyas.targets.state_modules import Level, tree_levels
 from reference import Oracle, generated, plain_decode, run, run_at_random
 from runners import test_cpu
@@ -285,40 +285,35 @@ def test_a_module_that_reads_differently_token_by_token_is_refused() -> None:
         Target(broken)
 
 
-@pytest.mark.quick("falcon_h1-0-True")
-@pytest.mark.parametrize(
-    ("family", "first", "last"),
-    [("lfm2", 1, True), ("qwen3_next", 2, True), ("falcon_h1", 0, True), ("zaya", 3, False)],
-)
-def test_projections_run_once_for_all_levels(
-    family: str, first: int, last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the cost: a pass, not a level, reads projections once; Falcon-H1 scales its input, so it has one less."""
-    one = state_modules(target(family))[0]
-    assert (len(one.first), one.last is not None) == (first, last)
-    session, sizes = target(family).open(1), list[tuple[int, ...]]()
-    session.prefill(0, [5, 6, 7])
-    weights = {linear.weight.data_ptr() for linear in (*one.first, one.last) if linear is not None}
-    multiply = torch.nn.functional.linear
+V, T, COUNT, ROWS = 3, 4, 1000, 100
+PROMPT = (0, 2, 1)
 
-    def noted(value: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
-        if weight.data_ptr() in weights:
-            sizes.append(tuple(value.shape[:2]))
-        return multiply(value, weight, *rest)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", noted)
-    session.forward(torch.tensor([[8, 9, 10, 11]]), Tree.chain(1, 4))
-    assert sizes == [(1, 4)] * (first + last)
+def tiny_lfm2() -> PreTrainedModel:
+    return zoo.tiny("lfm2", vocab_size=V, layer_types=["conv", "conv", "full_attention", "conv"], seed=4)
+
+
+@torch.no_grad()
+def exact(model: PreTrainedModel) -> torch.Tensor:
+    """[V ** T]: the probability of each text of T tokens after the prompt."""
+    texts = list(itertools.product(range(V), repeat=T))
+    logits = model(torch.tensor([[*PROMPT, *text] for text in texts]), use_cache=False).logits.double().log_softmax(-1)
+    new_XTV = logits[:, len(PROMPT) - 1 : -1]
+    return new_XTV.gather(2, torch.tensor(texts)[..., None]).sum((1, 2)).exp()
+
+
+def surprise(model: PreTrainedModel) -> float:
+    """z of the chi-square of decoded texts against their probabilities."""
+    target, small = Target(model), find("small_model")
+    drafter = small.random(target, build_options(small.Options, {"depth": 2, "net.layers": 1, "net.width": 32}), seed=2)
+    requests = [Request(PROMPT, T, Sampling(1.0, seed=seed)) for seed in range(COUNT)]
+    tokens, steps = run(Decoder(target, drafter, ROWS), requests)
+    assert sum(step.accepted for step in steps) > COUNT, "drafts must be accepted, or this proves little"
+    weights = V ** torch.arange(T - 1, -1, -1)
+    counts = torch.bincount((torch.tensor(tokens) * weights).sum(1), minlength=V**T).double()
+    return deviations(counts, exact(model) * COUNT)
 
 
 @pytest.mark.slow
-def test_attached_to_generate() -> None:
-    """`model.generate` of a hybrid, of several padded rows, with drafts: transformers' own ids."""
-    hybrid = zoo.HYBRIDS["lfm2"]()
-    ids = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]])
-    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    expected = hybrid.generate(ids, attention_mask=mask, **asked)
-    eyas.attach(hybrid, "suffix", tree="fixed")
-    assert torch.equal(hybrid.generate(ids, attention_mask=mask, **asked), expected)
-    eyas.detach(hybrid)
+def test_joint_law() -> None:
+    assert abs(surprise(tiny_lfm2())) < 4

@@ -134,15 +134,6 @@ class ReadTwice(GumbelNoise):
         return super().accepts(chance_B, position_B // 2, index, stream)
 
 
-class ByAbsolutePosition(GumbelNoise):
-    """The keys that block verification had: the test of prefix n read the number of position root + n."""
-
-    def accepts(self, chance_B: Tensor, position_B: Tensor, index: int, stream: int = GumbelNoise.ACCEPT) -> Tensor:
-        if stream == self.BLOCK:
-            return super().accepts(chance_B, position_B + index, 0, self.ACCEPT)
-        return super().accepts(chance_B, position_B, index, stream)
-
-
 def decode(rule: Rule, noise: GumbelNoise, law: Sampling = PLAIN) -> Tensor:
     """int64 [B, T]: what the rows say after the prompt 0 0, whose last token is the first root at position 1."""
     rows_B = torch.arange(len(noise.seed_B))
@@ -222,10 +213,3 @@ def test_the_joint_law_with_penalties(rule: str) -> None:
 def test_numbers_that_are_read_twice_are_noticed(rule: str) -> None:
     """The power of the test above."""
     assert z_of(decode(RULES[rule], noise_of(ReadTwice, ROWS // 4))) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "block and tree"])
-def test_the_old_keys_of_blocks_are_noticed(rule: str) -> None:
-    """Uniforms keyed by absolute position: the bug that this module guards against."""
-    assert z_of(decode(RULES[rule], noise_of(ByAbsolutePosition))) > 10

@@ -1,7 +1,6 @@
 """Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: ids stay, for every method."""
 
 import random
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -12,14 +11,12 @@ from covers import turn
 from eyas import drafters
 from eyas.core.cache import common_prefix
 from eyas.core.dormant import with_policy
-from eyas.core.engine import Decoder, Request, Step
-from eyas.core.prompts import MIN_AUTO_BUDGET, OLDEST_EVERY
+from eyas.core.engine import Decoder, Request
+from eyas.core.prompts import OLDEST_EVERY
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.core.totals import StepTotals
 from eyas.drafters import Drafter
 from eyas.errors import OptionError
-from eyas.timing import StageTimer
 from reference import plain_decode, run, run_at_random, widths_of
 from test_lossless import DRAWN, SAMPLINGS
 
@@ -208,96 +205,6 @@ def test_short_prompts_and_long_ones_get_their_share(target: Target) -> None:
     assert len(waits) >= (OLDEST_EVERY - 1) * step_number // OLDEST_EVERY - 1, (
         "a short prompt is read in each of the other steps"
     )
-
-
-def test_times_of_a_prompt_in_chunks(target: Target) -> None:
-    """Bug: cycles of others between the chunks count as decoding. A prefill lasts from its first chunk to its token."""
-    decoder, totals = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget=4), StepTotals()
-    decoder.add(Request((5,), 40))
-    decoder.step()
-    request_id, steps = decoder.add(Request(tuple(range(40)), 5)), list[Step]()
-    while not decoder.finished:
-        steps += decoder.step()
-    own, others = ([s for s in steps if (s.request_id == request_id) == mine] for mine in (True, False))
-    between = [s for s in others if own[0].ended_at - own[0].seconds < s.ended_at < own[0].ended_at]
-    assert len(between) == 9
-    assert own[0].stage_seconds["prompt"] + sum(s.seconds for s in between) <= own[0].seconds
-    for step in own:
-        totals.add(step)
-    assert totals.prefill_seconds == own[0].seconds
-    assert totals.seconds == pytest.approx(own[-1].ended_at - own[0].ended_at + own[0].seconds)
-
-
-@pytest.fixture
-def clock(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let decoders measure by `Clock`."""
-    for module in ("engine", "prompts"):
-        monkeypatch.setattr(f"eyas.core.{module}.StageTimer", Clock)
-    with widths_of(target.model) as Clock.widths:
-        yield
-
-
-class Clock(StageTimer):
-    """Seconds by count: a prompt token takes `token` seconds to read, a cycle `cycle`; both may change."""
-
-    now_ = token = cycle = 0.0
-    widths: list[int]
-
-    def __init__(self) -> None:
-        self.began, self.stage_seconds = Clock.now_, {}
-
-    def __enter__(self) -> None:
-        Clock.widths.clear()
-
-    def __exit__(self, *raised: object) -> None:
-        seconds = Clock.token * sum(Clock.widths) if self._stage == "prompt" else Clock.cycle / 4  # of four stages
-        Clock.now_ += seconds
-        self.stage_seconds[self._stage] = self.stage_seconds.get(self._stage, 0.0) + seconds
-
-    def now(self) -> float:
-        return Clock.now_
-
-
-@pytest.mark.slow
-def test_an_automatic_budget_follows_the_cycles(target: Target, clock: None) -> None:
-    """Bug: prompts stall rows whose cycles are short, are read slowly beside long ones, or although no row runs."""
-    for cycle, expected in ((0.01, 15), (0.1, 150), (0.001, MIN_AUTO_BUDGET), (9.0, 512)):
-        Clock.token, Clock.cycle = 0.001, cycle
-        decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
-        decoder.add(Request(tuple(range(100)), 100))
-        assert len(decoder.step()) == 2, "read at once: no row runs"
-        for _ in range(20):
-            decoder.step()
-        decoder.add(Request(tuple(range(100)) * 4, 1))
-        done = [step for step in decoder.step() if step.prefill]
-        read = 400 if done else next(iter(decoder.prompts.reading.values())).read
-        assert read == pytest.approx(min(expected, 400), abs=1)
-
-
-def test_an_automatic_budget_counts_the_prompts(target: Target, clock: None) -> None:
-    """Bug: prompts that wait together share the time of one, so rows stay empty."""
-    Clock.token, Clock.cycle = 0.001, 0.02
-    decoder = Decoder(target, drafters.find("vanilla")(target), rows=4, prefill_budget="auto")
-    decoder.add(Request(tuple(range(100)), 100))
-    for _ in range(20):
-        decoder.step()
-    for count in (1, 2, 3, 3):  # the last one finds no empty row
-        decoder.add(Request(tuple(range(100)) * 4, 1))
-        assert decoder.prompts.tokens_per_step == pytest.approx(30 * count, abs=1)
-
-
-def test_an_automatic_budget_counts_other_decoders(target: Target, clock: None) -> None:
-    """Bug: a decoder without running rows reads 512 tokens at once, while those of another one wait for it."""
-    Clock.token, Clock.cycle = 0.001, 0.01
-    decoder = Decoder(target, drafters.find("vanilla")(target), rows=2, prefill_budget="auto")
-    decoder.prompts.other_decoders_seconds = 0.03
-    decoder.add(Request(tuple(range(100)) * 4, 1))
-    assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == MIN_AUTO_BUDGET, "the seconds of a token are not known yet"
-    assert decoder.step() == []
-    assert decoder.prompts.reading[0].read == pytest.approx(MIN_AUTO_BUDGET + 45, abs=1)
-    decoder.prompts.other_decoders_seconds = 0.0
-    assert len(decoder.step()) == 1
 
 
 def test_common_prefix() -> None:

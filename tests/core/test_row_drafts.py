@@ -134,15 +134,6 @@ def test_rows_that_are_off_cost_a_plain_cycle(name: str, target: Target) -> None
         assert sorted(widths) == [1] * 7 + [3] * (1 + own_model) + [4] * (1 + own_model)
 
 
-def test_a_limit_makes_dynamic_trees_smaller(target: Target) -> None:
-    """Bug: nodes that cannot be accepted are forwarded all the same, where the tree could be smaller."""
-    drafter = right_now_and_then("eagle2", target)
-    _, steps = run(Decoder(target, drafter), [Request((5,), 12, drafting=3)])
-    assert {step.draft.tree.nodes for step in steps if step.draft is not None} == {4}
-    _, steps = run(Decoder(target, drafter, 2), [Request((5,), 12, drafting=3), Request((11,), 12, drafting=6)])
-    assert {step.draft.tree.nodes for step in steps if step.draft is not None} <= {4, 7}
-
-
 @pytest.mark.slow
 def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None:
     """Bug: the head drafts although the prediction is followed, or has not read what came meanwhile."""
@@ -157,33 +148,6 @@ def test_a_row_that_follows_its_prediction_needs_no_head(target: Target) -> None
     followed = [step for step in steps if step.drafted_by == "prediction"]
     assert sum(step.extra.get("predicted", 0) for step in followed) > 10
     assert max(len(step.tokens) for step in steps) == 17
-
-
-def follow(prediction: Prediction, tokens: Sequence[int]) -> list[list[int]]:
-    for token in tokens:
-        prediction.read(token)
-    return [continuation.tokens for continuation in prediction.continuations()]
-
-
-def test_a_prediction_is_followed() -> None:
-    """Bug: the first tokens are not drafted, too few of a text long followed, or more than there is."""
-    text = list(range(100, 160))
-    prediction = Prediction(text, 16)
-    assert follow(prediction, []) == [text[:8]]
-    assert follow(prediction, text[:1]) == [text[1:5]]
-    assert follow(prediction, text[1:10]) == [text[10:26]]
-    assert follow(prediction, text[10:55]) == [text[55:]]
-    assert follow(prediction, text[55:]) == []
-
-
-def test_a_prediction_finds_its_place_again() -> None:
-    """Bug: after a token replaced, inserted, deleted or repeated nothing is drafted, or at a wrong place."""
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 11, 12, 13, 14]
-    assert follow(Prediction(text, 16), [1, 2, 99]) == [[4, 5, 6, 7], [3, 4, 5, 6]]
-    assert follow(Prediction(text, 16), [1, 2, 99, 4]) == [[5, 6, 7, 8]], "the nearer 4"
-    assert follow(Prediction(text, 16), [1, 2, 99, 98, 97, 96, 95]) == []
-    assert follow(Prediction(text, 16), [1, 2, 99, 98, 97, 96, 95, 6, 7]) == [[8, 9, 10, 3, 4, 11]]
-    assert follow(Prediction(text, 16), [1, 2, 9, 10, 3]) == [[4, 11, 12, 13, 14]]
 
 
 @pytest.mark.slow
@@ -206,15 +170,6 @@ def test_a_place_is_that_of_the_longest_match() -> None:
                 assert lengths[prediction.position] == max(lengths) == prediction.matched
             if not prediction.unmatched:
                 assert text[prediction.position - 1] == token
-
-
-def test_the_most_probable_nodes_are_kept() -> None:
-    """Bug: a node is kept without its parent, or a less probable one in its place."""
-    acceptable_BN = torch.tensor([[True] * 6, [True] * 6, [True, True, False, True, True, False]])
-    tree = Tree.build(torch.tensor([[-1, 0, 0, 1, 1, 2]] * 3), 2, acceptable_BN)
-    log_q_BN = torch.tensor([[0.0, -1.0, -0.5, -0.1, -2.0, -0.2]] * 3)
-    kept = limit_nodes(Draft(tree, torch.arange(18).view(3, 6), log_q_BN), (2, None, 2)).tree.acceptable_BN
-    assert kept.int().tolist() == [[1, 0, 1, 0, 0, 1], [1] * 6, [1, 1, 0, 1, 0, 0]]
 
 
 def test_sampled_nodes_are_kept_by_their_place() -> None:

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 import zoo
 from eyas.core import sampling as sampling_module
 from eyas.core.adjustments import Adjustments
-from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling, probs
+from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.errors import OptionError
 
 VOCAB = 40
@@ -95,17 +95,6 @@ def test_scores_are_those_of_generate() -> None:
     assert dropped > 0
 
 
-@pytest.mark.parametrize("options", [SINGLE[9], SINGLE[16], COMBINED[-1]])
-def test_a_node_is_processed_alone(options: dict[str, Any]) -> None:
-    """Guards that a node's law does not depend on the tree around it, not even how ties are broken."""
-    sampling = Sampling(**options)
-    logits_NV, _, seen_NV = cases(7)
-    together_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV))
-    nodes = [slice(n, n + 1) for n in range(len(logits_NV))]
-    alone = [apply_sampling(logits_NV[n], sampling, Adjustments(seen_NV[n])) for n in nodes]
-    assert torch.equal(together_NV, torch.cat(alone))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_scores_are_float32(dtype: torch.dtype) -> None:
     """Guards the law of a half-precision target: everything after the logits is float32. Deterministic."""
@@ -114,40 +103,6 @@ def test_scores_are_float32(dtype: torch.dtype) -> None:
     scores_NV = apply_sampling(logits_NV.to(dtype), sampling, Adjustments(seen_NV))
     assert scores_NV.dtype == torch.float32
     assert torch.equal(scores_NV, apply_sampling(logits_NV.to(dtype).float(), sampling, Adjustments(seen_NV)))
-
-
-def test_greedy_keeps_its_logits() -> None:
-    """Guards that temperature 0, or too small to divide by, drops and scales nothing."""
-    logits_NV, _, _ = cases(2)
-    for temperature in (0.0, 0, 1e-6, 1e-300):
-        sampling = Sampling(temperature=temperature, top_k=1, top_p=0.1, min_p=1.0)
-        assert sampling.greedy
-        assert torch.equal(apply_sampling(logits_NV, sampling), logits_NV)
-    assert not Sampling(temperature=1e-5).greedy
-
-
-def test_custom_processors_stand_between_penalty_and_temperature() -> None:
-    """Guards where generate puts processors of the user's own. Deterministic."""
-    logits_NV, ids_NT, seen_NV = cases(3)
-    sampling = Sampling(temperature=0.5, top_k=4, repetition_penalty=1.5)
-    penalised_NV = of_transformers(logits_NV, Sampling(repetition_penalty=1.5), ids_NT)
-    given: list[Tensor] = []
-
-    def custom(scores_NV: Tensor) -> Tensor:
-        given.append(scores_NV)
-        return scores_NV.flip(-1)
-
-    scores_NV = apply_sampling(logits_NV, sampling, Adjustments(seen_NV), custom)
-    assert torch.equal(given[0], penalised_NV)
-    assert torch.equal(scores_NV, of_transformers(penalised_NV.flip(-1), Sampling(temperature=0.5, top_k=4), ids_NT))
-
-
-def test_law() -> None:
-    """Guards the law: a softmax that sums to one, or all mass on the argmax. Deterministic."""
-    logits_NV, _, _ = cases(4)
-    scores_NV = apply_sampling(logits_NV, Sampling(temperature=1.0, top_k=3))
-    assert torch.equal(probs(scores_NV, greedy=False), scores_NV.softmax(-1))
-    assert torch.equal(probs(logits_NV, greedy=True), torch.eye(VOCAB)[logits_NV.argmax(-1)])
 
 
 NAN, INF = math.nan, math.inf
@@ -220,102 +175,11 @@ def test_noise_depends_on_nothing_else() -> None:
         assert torch.equal(all_BNV[b : b + 1, n : n + 1], alone_11V)
 
 
-def test_noise_differs_by_seed_position_token_and_stream() -> None:
-    """Guards each part of the key: 200,000 numbers, all different. A 52-bit collision: odds 5e-6."""
-    noise, position_BN = noise_of(*range(40)), torch.arange(40).expand(40, 40)
-    values = torch.stack([noise._uniform(stream, position_BN, torch.arange(25)) for stream in STREAMS])
-    assert len(values.flatten().unique()) == values.numel() == 200_000
-
-
-def test_greedy_rows_have_no_noise() -> None:
-    """Guards rows of both kinds in one batch, and empty rows, which count as greedy. Deterministic."""
-    noise = GumbelNoise.from_sampling([Sampling(temperature=1.0, seed=4), Sampling(seed=4), None])
-    gumbel_BNV = noise.gumbel(torch.zeros(3, 2, dtype=torch.long), 6)
-    assert noise.greedy_B.tolist() == [False, True, True]
-    assert not noise.all_greedy
-    assert GumbelNoise.from_sampling([None, Sampling()]).all_greedy
-    assert gumbel_BNV[0].all()
-    assert not gumbel_BNV[1:].any()
-    assert torch.equal(gumbel_BNV[:1], noise_of(4).gumbel(torch.zeros(1, 2, dtype=torch.long), 6))
-
-
 @pytest.mark.parametrize("word", [0, -1], ids=["zeros", "ones"])
 def test_noise_is_finite_at_both_ends(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards u = 0 and u = 1 (53 bits are one too many): by infinite noise argmax takes a dropped token, as NaN."""
     monkeypatch.setattr(sampling_module, "_mix", lambda x: torch.full_like(x, word))
     assert torch.isfinite(noise_of(0).gumbel(torch.tensor([[0]]), 3)).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", STREAMS)
-def test_accept_tests_and_gumbels_are_uniform(stream: int) -> None:
-    """Kolmogorov-Smirnov along tokens, positions, seeds: false alarm 1e-6; off by 0.017 anywhere is found with 99 %."""
-    one, many = torch.tensor([[3]]), torch.arange(60_000)
-    along = {
-        "tokens": noise_of(9)._uniform(stream, one, torch.arange(60_000)),
-        "positions": noise_of(9)._uniform(stream, many[None], torch.arange(1)),
-        "seeds": noise_of(*range(60_000))._uniform(stream, one.expand(60_000, 1), torch.arange(1)),
-        "last token of 32": noise_of(0)._uniform(stream, many[None, :60_000], torch.arange(32))[..., -1],
-    }
-    for name, values in along.items():
-        assert stats.kstest(values.flatten().numpy(), "uniform").pvalue > 1e-6, name
-    gumbel_V = noise_of(9).gumbel(one, 60_000, stream).flatten().double()
-    assert stats.kstest(gumbel_V.numpy(), "gumbel_r").pvalue > 1e-6
-
-
-@pytest.mark.slow
-def test_accepts_have_their_chances() -> None:
-    """40,000 per chance and sibling: false alarm 1e-6, a chance off by 0.02 is found with 99 %; 0 and 1 never err."""
-    noise, position_B = noise_of(*range(40_000)), torch.full((40_000,), 12)
-    for sibling, chance in itertools.product((0, 1, 5), (0.03, 0.5, 0.9)):
-        hits = int(noise.accepts(torch.full((40_000,), chance), position_B, sibling).sum())
-        assert stats.binomtest(hits, 40_000, chance).pvalue > 1e-6
-    assert not noise.accepts(torch.zeros(40_000), position_B, 0).any()
-    assert noise.accepts(torch.ones(40_000), position_B, 0).all()
-    assert noise.accepts(torch.full((40_000,), 7.5), position_B, 3).all()
-    assert not noise.accepts(torch.full((40_000,), math.nan), position_B, 3).any()
-    half_B = torch.full((40_000,), 0.5)
-    first_B = noise.accepts(half_B, position_B, 0)
-    for other_B in (noise.accepts(half_B, position_B, 1), noise.accepts(half_B, position_B + 1, 0)):
-        assert abs(correlation(first_B.double(), other_B.double())) * 200 < 5.5
-    assert torch.equal(first_B, noise.accepts(half_B, position_B, 0))
-    picked = torch.tensor([7, 39_999, 0])
-    assert torch.equal(first_B[picked], noise_of(*picked.tolist()).accepts(half_B[:3], position_B[:3], 0)), (
-        "a row's test is not its own"
-    )
-
-
-def correlation(x: Tensor, y: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1])
-
-
-ONE_AWAY = ["token", "position", "seed", "seed and position", "position and token", "streams 01", "streams 12"]
-TWO_AWAY = ["token 2", "position 2", "seed 2"]
-
-
-@pytest.mark.parametrize("kind", ONE_AWAY + TWO_AWAY)
-def test_neighbours_are_independent(kind: str) -> None:
-    """Guards small seeds and neighbours: correlation of 64,000 pairs (false alarm 4e-8; 0.033 is found with 99 %), and
-    a 16 x 16 contingency table (1e-6), which sees dependence without correlation."""
-    position_BN = torch.arange(41).expand(41, 41)
-    grid = torch.stack(
-        [noise_of(*range(41))._uniform(stream, position_BN, torch.arange(41)) for stream in STREAMS]
-    )  # [stream, seed, position, token]
-    base = grid[0, :40, :40, :40]
-    other = {
-        "token": grid[0, :40, :40, 1:], "position": grid[0, :40, 1:, :40], "seed": grid[0, 1:, :40, :40],
-        "seed and position": grid[0, 1:, 1:, :40], "position and token": grid[0, :40, 1:, 1:], "streams 01": grid[1, :40, :40, :40],
-    }  # fmt: skip
-    if kind == "streams 12":
-        base, other[kind] = grid[1], grid[2]
-    if kind.endswith(" 2"):  # against the next but one, folded: catches patterns that alternate
-        where = {"token": grid[0].movedim(-1, 0), "position": grid[0].movedim(1, 0), "seed": grid[0]}[kind[:-2]]
-        base, other[kind] = (where[:-2] - 0.5).abs(), (where[2:] - 0.5).abs()
-    x, y = base.flatten(), other[kind].flatten()
-    assert abs(correlation(x, y)) * len(x) ** 0.5 < 5.5
-    scale = 2 if kind.endswith(" 2") else 1
-    cell = (x * scale * 16).long() * 16 + (y * scale * 16).long()
-    assert stats.chisquare(torch.bincount(cell, minlength=256).numpy()).pvalue > 1e-6
 
 
 @pytest.mark.quick("positions")

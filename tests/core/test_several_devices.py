@@ -12,17 +12,15 @@ from transformers import PreTrainedModel
 import eyas
 import media_models
 import zoo
-from eyas import drafters, runners
-from eyas.core.cache import KVCache, Layout
+from eyas import drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import FitError, ModelError, OptionError
+from eyas.errors import ModelError
 from eyas.targets.placement import device_of
 from eyas.targets.recurrent import state_modules
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, make
-from toy_tokenizer import VOCAB, byte_tokenizer
 
 pytest.importorskip("accelerate", reason="device maps need accelerate")
 from two_devices import FIRST, SECOND, dispatched, halves, two_gpus
@@ -100,46 +98,6 @@ def test_any_map(name: str, kind: str) -> None:
     check(name, "llama", 2, {"swapped": swapped, "by turns": turns, "ends apart": ends}[kind])
 
 
-def contents(cache: KVCache, layers: int) -> list[torch.Tensor]:
-    """All that a cache holds, on one device."""
-    return [part.cpu() for k in range(layers) if cache.stores_of(k) for part in cache.keys_values(k)]
-
-
-def test_caches_hold_the_same() -> None:
-    """Any sequence of writes, commits, copies and growths, of all rows or some, against a cache on one device."""
-    layout: Layout = ((2, 4, 4), (2, 4, 4), None, (1, 6, 4), (2, 4, 4), (1, 6, 4))
-    places = (FIRST, SECOND, None, FIRST, SECOND, SECOND)
-    with two_gpus():
-        one = KVCache(layout, 3, torch.float32, FIRST)
-        two = KVCache(layout, 3, torch.float32, FIRST, devices=places)
-        generator = torch.Generator().manual_seed(0)
-        length_B = torch.tensor([3, 9, 0], device=FIRST)
-        for width, rows in ((20, range(3)), (20, [0, 2]), (300, range(1, 2)), (300, range(3))):
-            slot_RN = (length_B[list(rows)][:, None] + torch.arange(6, device=FIRST)).clone()
-            for cache in (one, two):
-                cache.prepare(rows, lambda slot_RN=slot_RN: slot_RN, width)
-            for k, sizes in enumerate(layout):
-                if sizes is not None:
-                    heads, *widths = sizes
-                    new = [torch.randn(len(rows), heads, 6, w, generator=generator).to(FIRST) for w in widths]
-                    expected = one.update(*new, k)
-                    seen = two.update(*(part.to(places[k]) for part in new), k)
-                    assert {part.device for part in seen} == {places[k]}
-                    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, seen, strict=True))
-            path_BP = torch.tensor([[0, 2, 5], [0, 4, -1], [0, 1, 3]], device=FIRST)
-            for cache in (one, two):
-                cache.commit(length_B, path_BP)
-                cache.copy(1, 2, 7)
-            two.clear(0)
-            one.clear(0)
-            assert all(map(torch.equal, contents(one, len(layout)), contents(two, len(layout))))
-            length_B = length_B + 2
-        assert two.bytes_for(512) == one.bytes_for(512)
-        assert two.bytes_by_device(512) == {
-            place: sum(s.nbytes for s in two.stores if s.device == place) for place in (FIRST, SECOND)
-        }
-
-
 @pytest.mark.cover(kind=1)
 @pytest.mark.parametrize("kind", sorted(media_models.MODELS))
 def test_images(kind: str) -> None:
@@ -154,52 +112,6 @@ def test_images(kind: str) -> None:
     expected = answers(whole, torch.device("cpu"))
     with two_gpus():
         assert answers(dispatched(media_models.make_model(kind), halves(whole)), FIRST) == expected
-
-
-def chatted(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """The answers of two turns."""
-    chat = eyas.load(model, "suffix", tokenizer=byte_tokenizer(), kernels="off").chat(max_new_tokens=8)
-    return [tuple(chat.send(text).token_ids) for text in ("one two", "three")]
-
-
-@pytest.mark.slow
-def test_chats_and_generate() -> None:
-    """A chat that goes on from kept keys, `custom_generate` and `attach` give the ids of one device."""
-    whole = zoo.tiny("llama", vocab_size=VOCAB, seed=4)
-    ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
-    asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    expected = whole.generate(ids, **asked)
-    alone = chatted(whole)
-    with two_gpus():
-        model = dispatched(zoo.tiny("llama", vocab_size=VOCAB, seed=4), halves(whole))
-        assert chatted(model) == alone
-        given = ids.to(FIRST)
-        ours = model.generate(given, **asked, custom_generate=eyas.hf("suffix", tree="fixed"))
-        assert torch.equal(ours.cpu(), expected)
-        eyas.attach(model, "suffix", tree="fixed")
-        assert torch.equal(model.generate(given, **asked).cpu(), expected)
-
-
-def test_no_recordings() -> None:
-    """Such a target runs by the model's own forward, and a warning says why where kernels were asked for."""
-    with two_gpus():
-        target = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]())))
-        with pytest.warns(UserWarning, match="no CUDA graphs: the model's layers are on several devices"):
-            assert runners.with_fastest_runner(target, "on").runner.name == "model"
-        with pytest.raises(OptionError, match="weights int8 are for the compiled kernels, but there are none for"):
-            runners.with_fastest_runner(target, weights="int8")
-
-
-def test_too_many_tokens_are_told_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(cache: KVCache, slots: int) -> None:
-        raise MemoryError
-
-    with two_gpus():
-        session = Target(dispatched(MODELS["llama"](), halves(MODELS["llama"]()))).open(1)
-        monkeypatch.setattr(KVCache, "reserve", none_left)
-        said = r"1 rows x 100000000 tokens need 35\.8 GiB on cuda:0 and 35\.8 GiB on cuda:1, which do not fit"
-        with pytest.raises(FitError, match=said):
-            session.reserve(100_000_000)
 
 
 class Hook:

@@ -5,9 +5,9 @@ import torch
 
 import zoo
 from eyas.core import target as target_module
-from eyas.core.cache import KVCache, Layout, slot_mask, slot_positions
+from eyas.core.cache import KVCache, Layout
 from eyas.core.target import Target
-from eyas.core.tree import Tree, Verdict
+from eyas.core.tree import Tree
 from eyas.errors import FitError, OptionError
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
 
@@ -72,24 +72,6 @@ def test_prefill_makes_no_logits_of_the_prompt(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [1] * 4
 
 
-def test_a_tree_equals_its_paths() -> None:
-    """Guards mask and positions: a node's logits are those of a plain forward over its path; rows of two lengths."""
-    target = Target(zoo.FAMILIES["qwen3"]())
-    session, prompts = target.open(2, (target.num_layers,)), [ids(9), ids(30, 1)]
-    for row, prompt in enumerate(prompts):
-        session.prefill(row, prompt)
-    parents = torch.tensor([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 2, 0, 4]])
-    tokens = torch.tensor([ids(6, 2), ids(6, 3)])
-    tree = Tree.build(parents, 4)
-    seen = session.forward(tokens, tree)
-    for row in range(2):
-        for node in range(6):
-            path = tokens[row][tree.mask_BNN[row, node]].tolist()
-            with torch.no_grad():
-                expected = target.model(torch.tensor([prompts[row] + path])).logits[0, -1]
-            torch.testing.assert_close(seen.logits_BNV[row, node], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_refusal_with_the_numbers() -> None:
     """Guards against a request that dies half way."""
     session = Target(zoo.FAMILIES["llama"]()).open(1)
@@ -142,26 +124,6 @@ def test_bytes_are_those_that_are_reserved() -> None:
         for slots in (256, 512):
             cache.reserve(slots)
             assert cache.bytes_for(slots) == sum(store.nbytes for store in cache.stores)
-
-
-def test_slot_masks() -> None:
-    """Guards what a node sees, on the drawn example of the module."""
-    length_B = torch.tensor([5, 3])
-    tree = Tree.build(torch.tensor([[-1, 0, 1], [-1, 0, 0]]), 2)
-    rows = ["".join("01"[int(x)] for x in row) for row in slot_mask(length_B, tree.mask_BNN, 9).flatten(0, 1)]
-    assert rows == ["111111000", "111111100", "111111110", "111100000", "111110000", "111101000"]
-    assert slot_positions(length_B, tree.depth_BN, 9)[1].tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 4]
-
-
-def test_commit_leaves_inactive_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards parked rows (chat): a cycle of other rows must not lengthen them."""
-    session = Target(zoo.FAMILIES["llama"]()).open(2)
-    session.prefill(0, ids(4))
-    session.prefill(1, ids(6))
-    verdict = Verdict(torch.tensor([[0], [0]]), torch.tensor([[1], [1]]), torch.tensor([1, 1]), torch.tensor([2, 2]))
-    session.forward(torch.tensor([[1], [1]]), Tree.chain(2, 1))
-    session.commit(verdict, torch.tensor([True, False]))
-    assert session.length_B.tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.core.sampling import GumbelNoise
-from eyas.core.tree import Draft, Tree, chain_choices, check_choices, matching_nodes, merge
+from eyas.core.tree import Draft, Tree, check_choices, matching_nodes, merge
 from eyas.core.verify import verify
 from eyas.errors import OptionError
 
@@ -25,16 +25,6 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
     return [[-1, *(draw(st.integers(0, n - 1)) for n in range(1, nodes))] for _ in range(draw(st.integers(1, 3)))]
 
 
-def test_a_chain() -> None:
-    """Guards the tree of chain drafters, and of vanilla: one node, no depth."""
-    for nodes in (1, 4):
-        chain, built = Tree.chain(2, nodes), Tree.build(torch.tensor([[*range(-1, nodes - 1)]] * 2), nodes - 1)
-        assert chain.max_depth == nodes - 1
-        for name in ("parents_BN", "depth_BN", "mask_BNN", "acceptable_BN"):
-            assert torch.equal(getattr(chain, name), getattr(built, name)), name
-    assert check_choices(chain_choices(3)) == chain_choices(3) == ((0,), (0, 0), (0, 0, 0))
-
-
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(forests(), st.integers(0, 3))
@@ -46,23 +36,6 @@ def test_depth_and_mask_are_those_of_a_recursion(forest: list[list[int]], slack:
     assert tree.max_depth == deepest + slack
     assert tree.depth_BN.tolist() == [[len(line) - 1 for line in row] for row in lines]
     assert tree.mask_BNN.tolist() == [[[m in line for m in range(len(row))] for line in row] for row in lines]
-
-
-@pytest.mark.slow
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(forests(), st.integers(0, 2**32 - 1))
-def test_seen_is_history_ancestors_and_the_node_itself(forest: list[list[int]], seed: int) -> None:
-    """Guards the prefix of a repetition penalty: no sibling's token, none of another row, history untouched."""
-    choose, vocab = random.Random(seed), 9
-    tokens = [[choose.randrange(vocab) for _ in row] for row in forest]
-    history = [[choose.random() < 0.3 for _ in range(vocab)] for _ in forest]
-    history_BV = torch.tensor(history)
-    seen_BNV = Tree.build(torch.tensor(forest), len(forest[0]) - 1).tokens_seen(torch.tensor(tokens), history_BV)
-    for b, parents in enumerate(forest):
-        for n in range(len(parents)):
-            prefix = {tokens[b][m] for m in ancestors(parents, n)}
-            assert seen_BNV[b, n].tolist() == [history[b][v] or v in prefix for v in range(vocab)]
-    assert history_BV.tolist() == history
 
 
 @st.composite

@@ -6,17 +6,13 @@ laws after every prefix. Prefixes are numbered like a heap: 0 is empty, i follow
 B rows, N nodes, P nodes on the longest path, V vocabulary, I prefixes, W starting prefixes, D depth of the tree."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from scipy import stats
 from torch import Tensor
 
 from eyas import kernels
@@ -29,7 +25,6 @@ from eyas.drafters import CycleInput
 from eyas.drafters._grow import DraftNetSteps, grow_static
 from eyas.runners.cpu_ops import CpuCycleOps
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TOLERANCE = 1e-6
 ONE = Sampling(temperature=1.0)
 
@@ -676,51 +671,6 @@ def test_drawn_siblings_come_in_draw_order_from_the_processed_q(sampling: str) -
     torch.testing.assert_close(draft.log_q_BN[below_BN], own_BN[below_BN], rtol=0, atol=1e-4)
 
 
-def test_drawing_rows_of_both_kinds() -> None:
-    """Guards Samplings of their own in one static tree: each row drafts what it drafts alone; greedy: q's best."""
-    world, drawn = ToyModels(5, 5), (Sampling(0.5, seed=1), Sampling(1.0, top_k=3, seed=2), Sampling(2.0, seed=3))
-    kinds = [Sampling(), *drawn, Sampling()]
-    start_B, root_B = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([4, 9, 4, 7, 0])
-
-    def grown(rows: slice) -> Draft:
-        roots = roots_of(world, start_B[rows], root_B[rows], GumbelNoise.from_sampling(kinds[rows]), kinds[rows])
-        return grow_static(net_of(world, start_B[rows]), roots, ((0,), (1,), (0, 0), (0, 1), (1, 0)))
-
-    draft = grown(slice(5))
-    for b, own in enumerate(kinds):
-        row = slice(b, b + 1)
-        alone = grown(row)
-        assert torch.equal(alone.tokens_BN, draft.tokens_BN[row])
-        assert torch.equal(alone.tree.acceptable_BN, draft.tree.acceptable_BN[row])
-        if own.greedy:
-            assert alone.q_BNV is None
-            assert draft.tokens_BN[b, 1:3].tolist() == world.q_logits_IV[start_B[b]].topk(2).indices.tolist()
-        else:
-            torch.testing.assert_close(alone.q_BNV, draft.q_BNV[row])
-            expected = apply_sampling(world.q_logits_IV[start_B[row]], own).softmax(-1)
-            torch.testing.assert_close(draft.q_BNV[row, 0], expected)
-
-
-def test_drafts_draw_without_replacement() -> None:
-    """Pairs of siblings and cousins of 4,000 seeds: false alarm 1e-6; a variation of 0.08 is found with 99 %."""
-    B, world = 4_000, ToyModels(3, 3, seed=5)
-    seeds = [Sampling(temperature=1.0, seed=s) for s in range(B)]
-    start_B, root_B = torch.zeros(B, dtype=torch.long), torch.full((B,), 6)
-    roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(seeds), seeds)
-    draft = grow_static(net_of(world, start_B), roots, ((0,), (1,), (0, 0), (1, 0)))
-    pairs = list(itertools.permutations(range(3), 2))
-    count = torch.bincount(draft.tokens_BN[:, 1] * 3 + draft.tokens_BN[:, 2], minlength=9)
-    q_V = world.q_IV[0]
-    expected = [float(q_V[x] * q_V[y] / (1 - q_V[x])) * B for x, y in pairs]
-    assert count.sum() == sum(count[x * 3 + y] for x, y in pairs)
-    assert stats.chisquare([int(count[x * 3 + y]) for x, y in pairs], expected).pvalue > 1e-6
-    x, y = pairs[int(torch.tensor(expected).argmax())]  # the children of the two siblings are drawn independently
-    rows_R = ((draft.tokens_BN[:, 1] == x) & (draft.tokens_BN[:, 2] == y)).nonzero()[:, 0]
-    cousins = torch.bincount(draft.tokens_BN[rows_R, 3] * 3 + draft.tokens_BN[rows_R, 4], minlength=9)
-    law_of_both = torch.outer(world.q_IV[x + 1], world.q_IV[y + 1]).flatten() * len(rows_R)
-    assert stats.chisquare(cousins.numpy(), law_of_both.numpy()).pvalue > 1e-6
-
-
 # --- against a slow verification, with the real noise ----------------------------------------------------------------------------------
 
 
@@ -823,21 +773,6 @@ def test_random_trees_against_a_slow_verification(drawn: bool) -> None:
     assert sum(n >= 3 for n in lengths) > 100, "the test tests little"
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
-def test_a_row_is_verified_alone(drawn: bool) -> None:
-    """Guards that a verdict depends on nothing of other rows, nor on what a greedy row's q holds."""
-    draft, scores_BNV, position_B, noise = random_batch(99, drawn)
-    verdict = verify(draft, scores_BNV, position_B, noise)
-    for b in range(draft.tree.rows):
-        row = slice(b, b + 1)
-        tree = Tree.build(draft.tree.parents_BN[row], draft.tree.max_depth, draft.tree.acceptable_BN[row])
-        q_BNV = None if draft.q_BNV is None or noise.greedy_B[b] else draft.q_BNV[row]
-        own = GumbelNoise(noise.seed_B[row], noise.greedy_B[row])
-        alone = verify(Draft(tree, draft.tokens_BN[row], None, q_BNV), scores_BNV[row], position_B[row], own)
-        for name in ("path_BP", "tokens_BP", "length_B", "bonus_B"):
-            assert torch.equal(getattr(alone, name), getattr(verdict, name)[row]), name
-
-
 # --- edges -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -908,62 +843,3 @@ def test_greedy_rows_in_a_drawn_batch() -> None:
 
 
 # --- golden ----------------------------------------------------------------------------------------------------------------------------
-
-
-def golden_cases() -> list[dict[str, Any]]:
-    file = GOLDEN / "verify_sampling.json"
-    return json.loads(file.read_text()) if file.exists() else []
-
-
-@pytest.mark.skipif(
-    not golden_cases(), reason="the golden data of the reference implementation are not beside this checkout"
-)
-def test_golden_sampling_verification() -> None:
-    """Guards parity with the reference's recursive rejection: path, length and law of the next token, 24 nodes.
-
-    It consumes a uniform per tested child: the draw is the first child i with u_i < p(x_i) / (1 - sum of earlier
-    siblings' p), otherwise some token that is no tested child. Its order is temperature, top-p (0 = off), top-k."""
-    tensors = load_file(GOLDEN / "verify_sampling.safetensors")
-    for case in golden_cases():
-        scores_NV = apply_sampling(
-            tensors[case["id"] + ".node_logits"], Sampling(temperature=case["temperature"], top_p=case["top_p"] or 1.0)
-        )
-        scores_NV = apply_sampling(scores_NV, Sampling(temperature=1.0, top_k=case["top_k"]))
-        p_NV, V, depth = scores_NV.double().softmax(-1), scores_NV.shape[1], depth_of(case["parents"])
-        path, uniforms, noise_PV = [0], iter(case["uniforms"]), torch.zeros(depth + 1, V)
-        while True:
-            p_V = p_NV[path[-1]]
-            line = [r for r in case["retrieve_indices"] if r[: len(path)] == path]
-            kids = list(dict.fromkeys(r[len(path)] for r in line if len(r) > len(path) and r[len(path)] >= 0))
-            refused: list[int] = []
-            hit = None
-            for n in kids:
-                x = case["tree_tokens"][n]
-                if next(uniforms) < p_V[x] / (1 - p_V[refused].sum()):
-                    hit = n
-                    break
-                refused.append(x)
-            if hit is None:
-                break
-            noise_PV[len(path) - 1, case["tree_tokens"][hit]] = 1e4
-            path.append(hit)
-        assert next(uniforms, None) is None, "the translation consumes less uniforms than the reference"
-        rest_V = p_V.scatter(0, torch.tensor(refused, dtype=torch.long), 0.0)
-        rest_V = rest_V / rest_V.sum()
-        torch.testing.assert_close(rest_V.float(), tensors[case["id"] + ".sample_p"], rtol=1e-4, atol=1e-6)
-        # every token that the bonus can be: the draws at the last node that are no tested child
-        left_X = rest_V.nonzero()[:, 0]
-        B = len(left_X)
-        noise_BPV = noise_PV.repeat(B, 1, 1)
-        noise_BPV[torch.arange(B), len(path) - 1, left_X] = 1e4
-        tree = Tree.build(torch.tensor([case["parents"]]).repeat(B, 1), depth)
-        root_B = torch.full((B,), 11)
-        tokens_BN = torch.tensor([case["tree_tokens"]]).repeat(B, 1)
-        verdict = verify(Draft(tree, tokens_BN), scores_NV.repeat(B, 1, 1), root_B, Script(root_B, depth, noise_BPV))
-        assert torch.equal(verdict.bonus_B, left_X)
-        assert (verdict.length_B - 1 == case["accept_length"]).all()
-        assert verdict.path_BP[:, : len(path)].tolist() == [path] * B
-        assert case["retrieve_indices"][case["best_candidate"]][: len(path)] == path
-        # the law of these draws, given that none of the refused ones came
-        bonus_law_V = p_V[left_X] / p_V[left_X].sum()
-        torch.testing.assert_close(bonus_law_V.float(), tensors[case["id"] + ".sample_p"][left_X], rtol=1e-4, atol=1e-6)

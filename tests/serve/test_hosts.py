@@ -45,13 +45,6 @@ def test_a_foreign_name(host: str) -> None:
     assert status_of((), host) == 200
 
 
-def test_health_by_any_name() -> None:
-    """Guards load balancers and kubelets, which ask for /health by the address of the machine: it tells nothing."""
-    assert status_of(("llm.example.org",), "10.1.2.3:8000", "/health") == 200
-    for path in ("/healthy", "/health/", "/metrics", "/v1/models"):
-        assert status_of(("llm.example.org",), "10.1.2.3:8000", path) == 403
-
-
 def test_who_is_checked() -> None:
     assert allowed_hosts("127.0.0.1", (), has_keys=False) == LOCAL
     assert allowed_hosts("127.0.0.1", (), has_keys=True) == ()

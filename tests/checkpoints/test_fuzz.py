@@ -4,16 +4,12 @@ one line, never with a traceback."""
 import copy
 import json
 import random
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from eyas import tiny
 from eyas.checkpoints import Weights, _weights, load
@@ -79,11 +75,6 @@ def head(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def first_matrix(tensors: Mapping[str, Tensor]) -> str:
-    """The name of the matrix that reads the features."""
-    return next(name for name in tensors if name.endswith(("fc.weight", "eh_proj.weight")))
-
-
 @pytest.mark.cover(head=1)
 @pytest.mark.slow
 def test_configs(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +108,3 @@ def test_weights(head: Path, stored: str) -> None:
             mutant[rng.randrange(8 if turn % 10 == 0 else size)] = rng.randrange(256)
         (head / "model.safetensors").write_bytes(mutant[: rng.randrange(len(mutant))] if turn % 3 == 0 else mutant)
         assert outcome(head) is None
-
-
-@pytest.mark.quick("eagle1-nan")
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_none(head: Path, value: float) -> None:
-    """Bug: a head full of NaN was loaded, and drafted nonsense without a word."""
-    tensors = load_file(head / "model.safetensors")
-    for name in (first_matrix(tensors), next(name for name in tensors if name.endswith("norm.weight"))):
-        broken = {key: tensor.clone() for key, tensor in tensors.items()}
-        broken[name].view(-1)[-1] = value
-        save_file(broken, head / "model.safetensors")
-        with pytest.raises(CheckpointError, match=f"model.safetensors: tensor {name} "):
-            load(head)
-        torch.save(broken, head / "pytorch_model.bin")
-        (head / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=f"pytorch_model.bin: tensor {name} "):
-            load(head)
-        (head / "pytorch_model.bin").unlink()
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64])
-def test_dtypes(head: Path, dtype: torch.dtype) -> None:
-    """Guards against weights that are no floating-point numbers of 16 bits or more."""
-    tensors = load_file(head / "model.safetensors")
-    name = first_matrix(tensors)
-    tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, head / "model.safetensors")
-    with pytest.raises(CheckpointError, match=re.escape(name)):
-        load(head)

@@ -10,9 +10,7 @@ from safetensors.torch import load_file
 from eyas import checkpoints, drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
-from eyas.core.tree import Tree
 from eyas.drafters import Drafter, eagle1
-from eyas.drafters.eagle1 import REFERENCE_TREE
 from eyas.nn import Documents
 from eyas.targets.loading import load_target
 from eyas_train.method_losses import packed
@@ -110,22 +108,3 @@ def test_hidden_states(method: str, case: dict[str, Any]) -> None:
             torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=0)
             checked += 1
     assert checked >= min(3, len(outputs) - 1)
-
-
-def test_the_reference_tree() -> None:
-    """Guards the default choices and their order."""
-    golden = json.loads((GOLDEN / "eagle1_static_tree.json").read_text())
-    assert [list(c) for c in REFERENCE_TREE] == golden["tree_choices"]
-    number = {(): 0, **{c: n for n, c in enumerate(REFERENCE_TREE, start=1)}}
-    tree = Tree.build(torch.tensor([[-1, *(number[c[:-1]] for c in REFERENCE_TREE)]]), 5)
-    assert tree.depth_BN[0].tolist() == golden["tree_position_ids"]
-    assert ["".join("01"[int(x)] for x in row) for row in tree.mask_BNN[0]] == golden["tree_mask"]
-
-
-def test_vanilla_is_the_reference_baseline() -> None:
-    """Guards the golden targets' configuration (old rope keys): plain decoding gives the baseline ids."""
-    case = cases("eagle2_dynamic")[0]
-    target = load_target(GOLDEN / case["target"])
-    vanilla = drafters.find("vanilla")(target)
-    answer = case["vanilla_greedy_ids"][len(case["prompt_ids"]) :]
-    assert run(Decoder(target, vanilla), [Request(tuple(case["prompt_ids"]), len(answer))])[0] == [answer]

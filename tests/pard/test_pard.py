@@ -122,22 +122,6 @@ def test_pard2_is_lossless(features: bool, target: Target, folder: Path) -> None
     assert tokens == [plain_decode(target.model, request) for request in REQUESTS]
 
 
-def test_another_size_of_the_family_is_served_by_the_text_alone(folder: Path) -> None:
-    """Guards the second mode of PARD-2: a target whose features it cannot read is drafted for like PARD's."""
-    assert pard2(folder, Target(zoo.tiny("llama", hidden_size=64))).feature_layers == ()
-
-
-def test_a_model_that_knows_the_text_is_accepted(target: Target) -> None:
-    """Guards the first level, which needs no mask: a draft model that is the target is right there, and with trees
-    that are one level deep each cycle gives two tokens."""
-    twin = zoo.tiny("llama")
-    twin.config.pard_token = MASK
-    drafter = method(target, twin, **{"tree.depth": 1, "tree.nodes": 2, "tree.branch": 1})
-    _, steps = run(Decoder(target, drafter), [Request((7, 8, 9), 16)])
-    assert {len(step.tokens) for step in steps if not step.prefill} <= {2, 1}
-    assert sum(step.accepted for step in steps) >= 7
-
-
 @pytest.mark.slow
 def test_folders(target: Target, tmp_path: Path) -> None:
     """Guards reading and writing: `load` takes such a folder for what it is, and a saved model drafts as before."""

@@ -37,16 +37,6 @@ def test_off_is_off(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs
-def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
-    """Guards the choice, which is made once, by the runner: models that the kernels do not run
-    still draw, follow and commit by them."""
-    model = zoo.FAMILIES["gpt_neox"]()
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto").runner.ops, CpuCycleOps)
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto", own=False).runner.ops, CpuCycleOps)
-    assert with_fastest_runner(Target(model), kernels="off").runner.ops is REFERENCE
-
-
-@needs
 def test_kernels_follow_and_commit_as_the_reference() -> None:
     """Random trees of 1 to 12 nodes, 40 times: the same path, tokens, lengths and bonus; the same
     slots after the commit."""

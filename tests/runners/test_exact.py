@@ -19,7 +19,6 @@ from eyas.errors import OptionError
 from eyas.formats import WeightFormat
 from eyas.kernels._build import NATIVE
 from eyas.runners._decoders import FAMILIES
-from eyas.runners.cpu import CpuRunner
 from test_kernels import _kernels, needs  # noqa: F401
 
 EFFORT = 0.1  # the share of the cases that are tried
@@ -68,19 +67,6 @@ def test_ids_equal_plain_decoding_at_near_ties(mode: WeightFormat) -> None:
     assert not counts.different, f"{family}: {counts}"
 
 
-@needs
-def test_rotary_tables_do_not_depend_on_their_length() -> None:
-    """Guards positions: the table of cosines grows with the text, so its numbers must not depend on how many are
-    computed at once."""
-    whole, grown = CpuRunner(model("llama")), CpuRunner(model("llama"))
-    whole.tables(exact.CONTEXT)
-    for positions in (1, 255, 257, 700):
-        grown.tables(positions)
-        count = grown._cosine.shape[1]
-        assert torch.equal(whole._cosine[:, :count], grown._cosine)
-        assert torch.equal(whole._sine[:, :count], grown._sine)
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.7, top_k=20, top_p=0.9), Sampling(1.3, min_p=0.05), Sampling(0.6, top_p=0.5)], ids=str
 )
@@ -105,11 +91,3 @@ def test_no_other_model_is_rounded(family: str) -> None:
         runners.with_fastest_runner(Target(made), weights="int8")
     with pytest.raises(OptionError, match="none whose sums have one order: the kernels do not know the family"):
         runners.with_fastest_runner(Target(made), "fixed")
-
-
-@needs
-def test_fixed_kernels_are_the_kernels() -> None:
-    """Guards `kernels="fixed"` on a CPU, rounded and not: the same kernels, also for a model that the caller loaded."""
-    for weights in ("exact", "int8"):
-        made = runners.with_fastest_runner(model("llama"), "fixed", own=False, weights=weights)
-        assert made.runner.name == "kernels"

@@ -86,13 +86,6 @@ def test_a_window_of_the_cache_alone(field: str) -> None:
     assert generated(model, prompt_of(6), 40) != generated(plain, prompt_of(6), 40)
 
 
-@pytest.mark.parametrize("window", [0, 1])
-def test_windows_without_a_key(window: int) -> None:
-    """Guards windows for which transformers' cache keeps all keys instead of none."""
-    with pytest.raises(ModelError, match=f"its sliding window has {window} positions"):
-        eyas.load(zoo.tiny("llama", sliding_window=window))
-
-
 def edit_configuration(model: PreTrainedModel) -> None:
     model.config.is_causal = False
 

@@ -203,14 +203,6 @@ def test_threads_get_their_own_answers(kind: str) -> None:
         compare(KINDS[kind](), seed, 4)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fuzz_of_threads(kind: str) -> None:
-    """The same with more programs: some 5 seconds for each kind of shared state."""
-    for seed in range(1000, 1500 if kind == "kernels" else 1200, 100):
-        compare(KINDS[kind](), seed, 6)
-
-
 def test_two_threads_and_one_chat() -> None:
     """Guards turns of one conversation that run into each other: one is answered, or told that another is."""
     llm = heads().llms[0]
@@ -230,32 +222,3 @@ def test_two_threads_and_one_chat() -> None:
     assert all("still being streamed" in answer for answer in answers if isinstance(answer, str))
     assert len(chat.messages) == 2 * len(told)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * len(told)
-
-
-def test_a_stream_that_several_threads_read() -> None:
-    """Each piece goes to one of them, and the text is whole."""
-    llm = heads().llms[0]
-    prompt = ids(random.Random(5))
-    want = llm.generate(prompt, max_new_tokens=40, ignore_eos=True)
-    stream = llm.stream(prompt, max_new_tokens=40, ignore_eos=True)
-    with ThreadPoolExecutor(THREADS) as pool:
-        read = list(pool.map(lambda _: [piece.token_ids for piece in stream], range(THREADS)))
-    assert sorted(token for pieces in read for piece in pieces for token in piece) == sorted(want.token_ids)
-    assert stream.result().text == want.text
-    assert stream.result().token_ids == want.token_ids
-
-
-@pytest.mark.slow
-def test_a_model_that_is_attached_and_loaded() -> None:
-    """`model.generate` by eyas in one thread, an LLM of the same model in others."""
-    pytest.importorskip("eyas.hooks")
-    shared = heads()
-    prompt = torch.tensor([ids(random.Random(6))])
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
-    want: Any = shared.model.generate(prompt, **settings)
-    with eyas.attach(shared.model, method="suffix", tree="fixed"), ThreadPoolExecutor(THREADS) as pool:
-        attached = [pool.submit(shared.model.generate, prompt, **settings) for _ in range(6)]
-        programs = [pool.submit(program, shared, seed, 3) for seed in range(THREADS)]
-        assert all(torch.equal(future.result(), want) for future in attached)
-        found = [future.result() for future in programs]
-    assert found == [program(shared, seed, 3) for seed in range(THREADS)]

@@ -1,9 +1,7 @@
-"""The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to
-a drafting model."""
+"""The list of published heads, and `draft="auto"`, which looks there."""
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,9 @@ import pytest
 import eyas
 import hub
 import zoo
-from eyas import drafters, named
+from eyas import checkpoints, drafters, named
+from eyas.core.options import build_options
+from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError
 
@@ -49,8 +49,17 @@ def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.fixture
-def listed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
-    """The same with the hub's client replaced."""
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A target that a stand-in of the hub calls Qwen/Qwen3-8B, and two of the heads that are listed for it; the first one
+    is damaged."""
+    model, method = zoo.tiny("qwen3"), find("eagle1")
+    model.save_pretrained(tmp_path / "target")
+    first, second = [head.head for head in named.listed_heads("Qwen/Qwen3-8B")][:2]
+    head = method.random(Target(model), build_options(method.Options, {}), 0)
+    for name in ("good", "damaged"):
+        checkpoints.save(head.weights(), tmp_path / name)
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
+    folders = {"Qwen/Qwen3-8B": tmp_path / "target", first: tmp_path / "damaged", second: tmp_path / "good"}
 
     def snapshot(hub_id: str, **more: object) -> str:
         if hub_id not in folders:

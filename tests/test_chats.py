@@ -248,3 +248,9 @@ def test_templates_that_read_parts(template: str, continued: bool) -> None:
     assert written(template, *map(in_parts, chat), **keywords) == expected
     two = tokenizer.apply_chat_template([in_parts(USER, "Two.")], tokenize=False)
     assert written(template, in_parts(USER, "Two.")) == two
+
+
+def test_turns_that_do_not_alternate() -> None:
+    """Bug: templates that want turns to alternate refuse clients that send two messages at once."""
+    assert written(NONE, USER, SYSTEM, USER, SAID, SAID) == "[user] Hi.\n\nBe kind.\n\nHi.[assistant] Yes.\n\nYes."
+    assert written(LENIENT, USER, USER) == "[user] Hi.[user] Hi."

@@ -127,7 +127,7 @@ lint: $(STAMP) ## ruff, formatting, types, English, the site; prints sizes
 	@$(BIN)/python -m mypy
 	@echo "==> mypy of runs/ (names, attributes and calls)"
 	@$(BIN)/python -m mypy --config-file runs/mypy.ini
-	@echo "==> sizes, and odd English (tests/house.py --places: where); no errors"
+	@echo "==> sizes; no errors"
 	@$(BIN)/python tests/house.py
 	@echo "==> foreign English in pages, help, docstrings, errors; public names without a docstring"
 	@$(BIN)/python tests/prose.py

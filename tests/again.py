@@ -4,8 +4,6 @@ A test that passes then counts as passed, and the list "flaky" names it just abo
 flaky in advance. More than 20 failures, an error while tests are collected, or an interrupted run stay as they are.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The files of eyas whose functions run for one answer of the embedded model; test_house.py runs this."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

@@ -1,7 +1,5 @@
 """Chat templates, a tokenizer of each kind, and lines of chat data as files: for tests of what training reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

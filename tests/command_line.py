@@ -1,7 +1,5 @@
 """The command, and models small enough for a test: a llama with a tokenizer of characters, and heads for it."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -9,8 +9,6 @@ condition as well. So a test with several lists need not try every combination o
     cover    a few cases of a matrix in which each wanted value occurs at least once
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Machines and trees that are made up, for tests of what is planned on them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -9,8 +9,6 @@ to into a file that both processes map, and back when the call has ended. A poin
 memory begins, not where it ends; so every tensor whose address is asked for is remembered.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -7,8 +7,6 @@
 Each of PASSES lets a target read texts in its own way and yields (the ids up to a token, the logits behind it).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -148,7 +146,7 @@ class Counts:
         self.compared += 1
         self.different += not equal
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.compared + other.compared, self.different + other.different)
 
 

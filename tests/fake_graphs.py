@@ -1,7 +1,5 @@
 """A stand-in for the capture of CUDA graphs, for machines without a GPU; a fixture and prompts to try it on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Published heads as llama.cpp's converter writes them into GGUF files; tests/interop compares with it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small random models in files in GGUF format, as llama.cpp's converter would write them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

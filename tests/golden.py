@@ -1,7 +1,5 @@
 """Results of the reference implementations, where they lie beside this checkout, and checks of published heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

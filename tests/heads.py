@@ -1,7 +1,5 @@
 """For tests of the methods that predict by heads: EAGLE-1, Medusa, Hydra."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,15 +1,12 @@
-"""Sizes of the house, and odd English in it: `make lint` prints them; `tests/test_house.py` holds the sizes to a table.
+"""Sizes of the house: `make lint` prints them; `tests/test_house.py` holds the sizes to a table.
 
-python tests/house.py            sizes beside the table and beside main, a count of each oddness
-python tests/house.py --places   also every place that is counted
+python tests/house.py            sizes beside the table and beside main
 python tests/house.py --write    write the table, tests/house.toml, where sizes fell. A sum rises only with a line that
                                  says which issue asked for it: --write "issue 52: 120 lines for the guide"
 
 The table lists every folder and every loose module of each distribution with its code lines (without
 docstrings, comments and blank lines), and numbers of the whole that only fall.
 """
-
-from __future__ import annotations
 
 import ast
 import io
@@ -18,7 +15,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,19 +24,6 @@ from test_architecture import ROOTS, closure_of, imports_of_all, private_imports
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("house.toml")
 LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
-# Kinds of docstrings and comments that read like a translation.
-WORDS = {
-    'a docstring begins with "The", not with a verb': r"\AThe ",
-    'an error as a sentence: "InputError for ...", not "Raise ..."': r"\A\w*Error (for|if|unless|when|where|with)\b",
-    '"that of", "those of": name the thing again': r"\b(that|those) of\b",
-    '"is no number", "are no trees": write "is not a"': r"(?<!there )\b(is|are) no (?!longer|more)\w",
-    '"; None: ..." at the end of a sentence': r"; None: ",
-}
-NAMES = {
-    '"most" and "longest" as nouns: write max_...': r"_?(most(_.*)?|longest)",
-    '"of" as a constructor: write from_...': r"of",
-    "a participle alone as a function's name": r"_?(?!embed|feed|need|seed)[a-z]+ed",
-}
 
 
 def parsed(file: Path) -> ast.Module:
@@ -61,21 +45,6 @@ def code_lines(file: Path) -> tuple[int, int]:
         if token.type not in LAYOUT and token.string.strip() and token.start[0] not in prose
     ]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)}), len(tokens)
-
-
-def oddities(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield (kind, line) for each odd docstring and name of a file."""
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
-            docstring = "" if is_property else ast.get_docstring(node) or ""  # a property may be a noun
-            yield from ((kind, node.lineno) for kind, form in WORDS.items() if re.search(form, docstring))
-            names = {} if is_property else NAMES  # it may be an adjective, too
-            yield from ((kind, node.lineno) for kind, form in names.items() if re.fullmatch(form, node.name))
-        elif isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
-            name, noun = (node.arg if isinstance(node, ast.arg) else node.id), next(iter(NAMES))
-            if re.fullmatch(NAMES[noun], name):
-                yield noun, node.lineno
 
 
 @dataclass(frozen=True)
@@ -100,7 +69,7 @@ class House:
         return self.start + sum(raise_of(line) for line in self.raised)
 
     @classmethod
-    def parse(cls, text: str) -> House:
+    def parse(cls, text: str) -> "House":
         """Return the table in this text of a TOML file."""
         table = tomllib.loads(text)
         return cls(table["lines"], table["numbers"], table["budget"]["start"], tuple(table["budget"]["raised"]))
@@ -219,7 +188,7 @@ def show(table: House, now: House) -> None:
 
 
 def main() -> None:
-    """Print sizes and counts; with --places also where; with --write, write the table."""
+    """Print sizes; with --write, write the table."""
     table, now = House.parse(TABLE.read_text(encoding="utf-8")), measured()
     now = replace(now, numbers={**now.numbers, **answer_numbers()})
     if "--write" in sys.argv:
@@ -234,14 +203,6 @@ def main() -> None:
         files = closure_of(module)
         lines = sum(code_lines(file)[0] for file in files.values())
         print(f"importing {module}: {len(files)} files, {lines:,} code lines")
-    found: dict[str, list[str]] = {kind: [] for kind in (*WORDS, *NAMES)}
-    for file in (file for root in ROOTS.values() for file in sorted(root.rglob("*.py"))):
-        for kind, line in oddities(file):
-            found[kind].append(f"{file.relative_to(ROOT)}:{line}")
-    for kind, places in found.items():
-        print(f"{len(places):5}  {kind}")
-        if "--places" in sys.argv:
-            print("\n".join(f"         {place}" for place in places))
 
 
 if __name__ == "__main__":

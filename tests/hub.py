@@ -5,8 +5,6 @@ It answers what `snapshot_download`, `hf_hub_download`, `has_file`, `create_repo
 ("regular" for each of them), so nothing of large-file storage is needed.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """For tests/interop: processes of other engines, and what eyas itself says to the same questions."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

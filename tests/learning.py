@@ -1,7 +1,5 @@
 """Targets, runners and requests for tests of heads that learn or are replaced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import zoo

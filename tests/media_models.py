@@ -1,7 +1,5 @@
 """Tiny random models that read images, and prompts as their processors make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

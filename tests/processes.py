@@ -1,7 +1,5 @@
 """Child processes of tests. Limits count the work that a child does, not the time that a busy machine takes for it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -6,8 +6,6 @@ python tests/prose.py            prints each place; exit status 1 if there is on
 The records in docs/lab are left out. A pattern is a guess: where it is wrong, write the sentence differently.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Small EAGLE-3 heads as each writer publishes them, by names that are written out: a swapped pair of the code shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Small random llamas, quantised by the libraries that transformers loads; each function skips the
 test where its library is absent."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plain decoding by full forwards, without cache, tree or drafter; and a drafter that knows the answers."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import random
@@ -161,7 +159,7 @@ def widths_of(model: Any, axis: int = 1) -> Iterator[list[int]]:
 class OracleSession(DraftSession):
     """Drafts random trees in which the right continuation is hidden, cut off at random depths."""
 
-    def __init__(self, drafter: Oracle, rows: int) -> None:
+    def __init__(self, drafter: "Oracle", rows: int) -> None:
         self.drafter, self.random = drafter, random.Random(drafter.seed)
         self.prompt: list[list[int]] = [[] for _ in range(rows)]
 

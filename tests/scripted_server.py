@@ -1,7 +1,5 @@
 """A server for tests of the page: it sends what a test wrote down, in place of a model's answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Servers of tests: the application in a thread of this process, on a free port of the loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

@@ -1,7 +1,5 @@
 """A simulated machine, text and draft, on which controllers are tested and compared; seconds are made up."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +82,7 @@ class SimulatedMachine:
         self.asked = 0.0  # tokens of the next prompt
         self.mood = 1.0
 
-    def run(self, policy: Policy, cycles: int) -> SimulatedMachine:
+    def run(self, policy: Policy, cycles: int) -> "SimulatedMachine":
         for _ in range(cycles):
             t = len(self.decisions)
             if self.moods and t % 25 == 0:

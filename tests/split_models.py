@@ -1,7 +1,5 @@
 """Programs of tests/core/test_tensor_parallel.py, each run by two processes that share a target's layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

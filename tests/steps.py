@@ -1,7 +1,5 @@
 """Hand-made Steps, of whose figures every number can be worked out on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

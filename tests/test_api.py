@@ -1,15 +1,9 @@
 """load, generate, stream, chat."""
 
-from __future__ import annotations
-
-import inspect
 import json
-import re
-import shutil
 import warnings
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +15,6 @@ import toy_tokenizer
 import zoo
 from eyas import checkpoints, kernels
 from eyas.api import LLM, load
-from eyas.arguments import GenerateKeywords
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.drafters.eagle1 import Method
@@ -61,16 +54,6 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert one.stats.tokens == len(one.token_ids) - 1
     assert sum(one.stats.accepted_lengths) + one.stats.cycles >= one.stats.tokens
     assert llm.generate(text, max_new_tokens=20, raw=True).token_ids == plain(llm, llm.ids(text, raw=True), 20)
-
-
-def test_marks_stay_in_a_conversation(llm: LLM) -> None:
-    """Marks of reasoning may be special tokens: without them the next prompt had the reasoning as a part of the answer."""
-    mark = toy_tokenizer.byte_tokenizer().convert_tokens_to_ids("<|system|>")
-    chat = llm.chat(logit_bias={mark: 100.0}, max_new_tokens=2)
-    assert chat.send("Hello").text == "", "the text of a result has no special tokens"
-    assert chat.messages[-1] == {"role": "assistant", "content": "<|system|>" * 2}
-    conversation = [*chat.messages, {"role": "user", "content": "And?"}]
-    assert chat.send("And?", logit_bias={}, max_new_tokens=9).token_ids == plain(llm, conversation, 9)
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
@@ -153,18 +136,6 @@ def test_stop_strings(llm: LLM) -> None:
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert cut.finish_reason == "stop"
         assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-
-
-@pytest.mark.slow
-def test_eos_is_in_the_ids_and_not_in_the_text(llm: LLM, target: Target) -> None:
-    """Guards EOS from the configuration, as an int or a list."""
-    ids = plain(llm, "Hello there", 20)
-    ending = LLM(target, llm.drafter, llm.tokenizer)
-    ending.eos = frozenset({ids[7], 9999})
-    result = ending.generate("Hello there", max_new_tokens=20)
-    assert result.token_ids == ids[: ids.index(ids[7]) + 1]
-    assert result.finish_reason == "stop"
-    assert ending.generate("Hello there", max_new_tokens=20, ignore_eos=True).token_ids == ids
 
 
 @pytest.mark.slow
@@ -289,14 +260,6 @@ def test_a_head_with_another_models_embeddings_warns(folders: tuple[Path, Path],
         assert warns or not said
 
 
-def test_a_head_of_another_size(folders: tuple[Path, Path]) -> None:
-    """Guards both numbers in the message."""
-    with pytest.raises(CheckpointError, match="hidden size is 48, the target's 32"):
-        eyas.load(zoo.tiny("llama", vocab_size=toy_tokenizer.VOCAB, hidden_size=32), folders[1])
-    with pytest.raises(CheckpointError, match=f"vocabulary is {toy_tokenizer.VOCAB}, the target's 200"):
-        eyas.load(zoo.tiny("llama", vocab_size=200), folders[1])
-
-
 @pytest.mark.slow
 def test_caches_that_are_small_serve_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what an answer leaves in the caches: longer, shorter, sampled, several rows, broken off."""
@@ -371,45 +334,25 @@ def test_keywords_as_people_write_them(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("keywords", "message"), [
     ({"stop": 5}, "stop must be a string or a list of strings, it is of type int"),
-    ({"stop": [5]}, "stop string 1 must be a string"),
-    ({"max_new_tokens": "5"}, "max_new_tokens must be a whole number, 1 or more, got '5'"),
-    ({"max_new_tokens": 5.5}, "max_new_tokens must be a whole number, 1 or more, got 5.5"),
-    ({"max_new_tokens": True}, "max_new_tokens must be a whole number"),
     ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, got 0"),
-    ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-    ({"temperature": "1"}, "temperature must be 0 or more"),
     ({"temperature": -1}, "temperature must be 0 or more, got -1"),
     ({"logits_processor": "none"}, "logits_processor must hold callables"),
     ({"do_sample": True}, r"do_sample=True needs a temperature above 0: write temperature=1.0"),
-    ({"raw": "yes"}, "raw must be True or False, got 'yes'"),
     ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature=0.7"),
     ({"max_tokens": 5, "max_new_tokens": 5}, "max_tokens is called max_new_tokens here: write only one of them"),
     ({"max_length": 3}, "max_length counts the prompt's 4 tokens too: write max_new_tokens"),
     ({"num_return_sequences": 3}, r"is not a keyword of eyas: write llm.generate\(prompt, n=...\)"),
-    ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
     ({"drafting": "on"}, "drafting must be auto, off or a number of draft tokens, 1 or more; got 'on'"),
-    ({"drafting": -1}, "drafting must be auto, off or a number of draft tokens"),
-    ({"prediction": "bad \ud800"}, "the prediction"),
     ({"prediction": [4000]}, "prediction: token id 4000 is outside"),
     ({"num_beams": 4}, "without beams"),
-    ({"streamer": object()}, "iterate over llm.stream"),
     ({"tempurature": 1}, "unknown sampling parameter 'tempurature'; did you mean temperature"),
     ({"sampling_params": {"temperature": 1}}, "sampling_params is not a keyword of eyas: give its fields"),
-    ({"generation_config": object()}, "generation_config is not a keyword of eyas: give its fields"),
     ({"presence_penalty": 3}, "presence_penalty must be from -2 to 2"),
-    ({"frequency_penalty": "much"}, "frequency_penalty must be from -2 to 2"),
-    ({"logit_bias": {"a": 1}}, "logit_bias maps token ids to numbers"),
-    ({"logit_bias": 7}, "logit_bias maps token ids to numbers"),
     ({"logit_bias": {7: 200}}, "the bias of token 7 must be from -100 to 100"),
     ({"logit_bias": {4000: 1}}, "logit_bias: token id 4000 is outside the target's vocabulary"),
-    ({"min_tokens": 1.5}, "min_tokens must be a whole number, 0 or more"),
     ({"min_tokens": 9, "max_new_tokens": 8}, r"min_tokens must be from 0 to max_new_tokens \(8\), got 9"),
-    ({"min_tokens": 1, "min_new_tokens": 1}, "min_new_tokens is called min_tokens here"),
     ({"stop_token_ids": 7}, "stop_token_ids is a list of token ids"),
-    ({"stop_token_ids": "77"}, "stop_token_ids is a list of token ids"),
-    ({"logprobs": True}, "logprobs must be a whole number"),
     ({"logprobs": 400}, "logprobs must be from 0 to the size of the vocabulary"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number, 0 or more"),
     ({"top_logprobs": 5}, "top_logprobs is not a keyword of eyas: logprobs=5 lists"),
 ])  # fmt: skip
 def test_bad_keywords(llm: LLM, keywords: dict[str, Any], message: str) -> None:
@@ -417,27 +360,6 @@ def test_bad_keywords(llm: LLM, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(EyasError, match=message) as caught:
         llm.generate([20, 30, 40, 50], **keywords)
     assert "\n" not in str(caught.value)
-
-
-def test_laws(llm: LLM) -> None:
-    """Guards the way of each keyword to the engine: texts are those of plain decoding, written out."""
-    prompt, law = (
-        [5, 9, 100, 3, 77, 12],
-        {"temperature": 0.8, "presence_penalty": 1.5, "frequency_penalty": -0.5, "seed": 3},
-    )
-    sampling = eyas.Sampling(**law, logit_bias=((7, 9.0), (9, -100.0)))  # type: ignore[arg-type]
-    expected = plain_decode(llm.target.model, Request(tuple(prompt), 16, sampling))
-    asked: dict[str, Any] = {**law, "max_new_tokens": 16, "ignore_eos": True}
-    for bias in ({7: 9, 9: -100.0}, {"9": -100, "7": 9.0}, [(9, -100), (7, 9)]):
-        assert list(llm.generate(prompt, logit_bias=bias, **asked).token_ids) == expected
-    for token in expected[3:6]:
-        stops = {**asked, "stop_token_ids": [token], "logit_bias": {7: 9, 9: -100}}
-        first = llm.generate(prompt, **stops)
-        end = expected.index(token)
-        assert (list(first.token_ids), first.finish_reason) == (expected[: end + 1], "stop")
-        later = llm.generate(prompt, min_new_tokens=end + 1, **stops)
-        assert list(later.token_ids[:end]) == expected[:end]
-        assert token not in later.token_ids[: end + 1]
 
 
 def test_log_probabilities(llm: LLM) -> None:
@@ -472,20 +394,6 @@ def test_a_processor_that_raises_names_itself(llm: LLM) -> None:
         assert llm.generate([5, 6], max_new_tokens=3).token_ids
 
 
-def test_bad_chats(llm: LLM) -> None:
-    """Guards a conversation: its settings are refused when it begins; a system message that was no text was taken."""
-    with pytest.raises(InputError, match="unknown sampling parameter 'tempurature'; did you mean temperature"):
-        llm.chat(tempurature=1)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="top_p must be above 0"):
-        llm.chat(top_p=7)
-    with pytest.raises(InputError, match="a system message must be a string, not int"):
-        llm.chat(cast(Any, 5))
-    with pytest.raises(InputError, match="a message is a string, not list"):
-        llm.chat().send(["Hi"])  # type: ignore[arg-type]
-    chat = llm.chat(max_new_tokens=3, do_sample=False)  # type: ignore[call-arg]
-    assert len(chat.send("Hi", max_tokens=2).token_ids) == 2  # type: ignore[call-arg]
-
-
 OF_TRANSFORMERS = "a target is a folder, a hub id or a causal language model of transformers, not Linear"
 
 
@@ -507,72 +415,6 @@ def test_bad_loads(folders: tuple[Path, Path], arguments: dict[str, Any], messag
     """Guards `load`: values of another kind and names of transformers."""
     with pytest.raises(EyasError, match=message):
         eyas.load(**{"target": folders[0], **arguments})
-
-
-@pytest.mark.slow
-def test_loads_as_people_write_them(folders: tuple[Path, Path], llm: LLM) -> None:
-    """Guards torch's dtypes and devices, booleans for kernels, and names of transformers that mean the same."""
-    for arguments in (
-        {"dtype": torch.float32, "device": torch.device("cpu"), "kernels": False},
-        {"torch_dtype": "torch.float32", "device_map": {"": "cpu"}, "kernels": None},
-        {"dtype": None, "device": None, "device_map": "cpu"},
-    ):
-        loaded = eyas.load(folders[0], **arguments)  # type: ignore[arg-type]
-        assert loaded.target.dtype == torch.float32
-        assert loaded.generate("Hello there", max_new_tokens=5).token_ids == plain(llm, "Hello there", 5)
-
-
-@pytest.mark.slow
-def test_signatures_and_reprs(llm: LLM) -> None:
-    """Guards `help` and what an interactive session shows."""
-    for function in (LLM.generate, LLM.stream, LLM.chat, eyas.api.Chat.send, eyas.api.Chat.stream):
-        parameters = inspect.signature(function).parameters
-        assert {name: parameters[name].default for name in ("temperature", "max_new_tokens", "stop", "seed", "raw")} == {
-            "temperature": 0.0, "max_new_tokens": None, "stop": None, "seed": 0, "raw": False,
-        }  # fmt: skip
-        assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        assert parameters["max_new_tokens"].annotation == "int | None"
-    assert {f.name for f in fields(eyas.Sampling)} <= set(GenerateKeywords.__annotations__)
-    result = llm.generate("Tell me", max_new_tokens=90)
-    assert repr(llm) == "LLM('LlamaForCausalLM', method='eagle1', tree='fixed', dtype='float32', device='cpu')"
-    assert re.match(r"Result\(text='.*', tokens=90, finish_reason='length', tau=\d\.\d\d", repr(result), re.DOTALL)
-    assert len(repr(result)) < 400
-    assert repr(eyas.Sampling(temperature=0.5, seed=3)) == "Sampling(temperature=0.5, seed=3)"
-    chat = llm.chat("Be brief.", max_new_tokens=3)
-    assert repr(chat) == "Chat('LlamaForCausalLM', 1 messages, last system: 'Be brief.')"
-
-
-@pytest.mark.slow
-def test_streams_that_are_not_read(llm: LLM) -> None:
-    """Guards streams that are dropped before, or while, they are read, and two at a time."""
-    expected = plain(llm, "Tell me", 9)
-    llm.stream("Tell me", max_new_tokens=9)
-    one, other = llm.stream("Tell me", max_new_tokens=9), llm.stream("Tell me", max_new_tokens=9)
-    next(one)
-    assert tuple(t for piece in other for t in piece.token_ids) == expected
-    del one
-    assert llm.generate("Tell me", max_new_tokens=9).token_ids == expected
-    chat = llm.chat(max_new_tokens=9)
-    waiting = chat.stream("Hi")
-    for again in (chat.stream, chat.send):
-        with pytest.raises(InputError, match="still being streamed"):
-            again("And?")
-    waiting.close()
-    assert chat.messages == []
-    assert chat.send("Hi").token_ids == plain(llm, [{"role": "user", "content": "Hi"}], 9)
-
-
-@pytest.mark.slow
-def test_no_tokenizer_and_a_broken_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Guards the two reasons why text cannot be read: they were said to be one."""
-    for name in ("config.json", "generation_config.json", "model.safetensors"):
-        shutil.copy(folders[0] / name, tmp_path / name)
-    assert eyas.load(tmp_path).tokenizer is None
-    with pytest.raises(ModelError, match="there is no tokenizer in"):
-        eyas.load(tmp_path, tokenizer=tmp_path)
-    (tmp_path / "tokenizer.json").write_text((folders[0] / "tokenizer.json").read_text()[:500])
-    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be loaded: tokenizer.json is not valid JSON"):
-        eyas.load(tmp_path)
 
 
 def test_tools_and_variables_of_the_chat_template(target: Target) -> None:

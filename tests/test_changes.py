@@ -1,7 +1,5 @@
 """Models that change under an LLM or a chat: the changed model's answer, or an error that says to load it again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import eyas
 import zoo
-from eyas.core.target import Target
 from eyas.errors import ModelError
 from reference import generated
 from toy_tokenizer import VOCAB, byte_tokenizer
@@ -147,17 +144,6 @@ def test_an_llm_after_a_change(change: Callable[[Any, PATCH], None], monkeypatch
     assert found.tolist() == model.generate(prompt, **asked).tolist()
 
 
-def test_a_hook_that_has_gone() -> None:
-    """Guards a hook that somebody sets for a while: the kernels are good again after it."""
-    llm = with_kernels(make())
-    before = llm.generate(PROMPT, **ASKED).token_ids
-    handle = llm.target.family.layers[0].register_forward_hook(shifted)
-    with pytest.raises(ModelError, match="hooks"):
-        llm.generate(PROMPT, **ASKED)
-    handle.remove()
-    assert llm.generate(PROMPT, **ASKED).token_ids == before
-
-
 def test_hooks_that_record_outputs_change_nothing() -> None:
     """Guards transformers' own hooks, which stay after a call that asked for hidden states: the kernels were refused then."""
     model = make()
@@ -224,15 +210,6 @@ def test_layers_that_are_there_twice(kernels: str, copied: bool) -> None:
             layer.self_attn.layer_idx = number
         llm = eyas.load(model, "suffix", tokenizer=False, kernels=kernels)
         assert list(llm.generate(PROMPT, **ASKED).token_ids) == generated(model, PROMPT, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 1])
-def test_state_layers_that_are_there_twice(at: int) -> None:
-    layers = ["linear_attention", "full_attention"] * (zoo.LAYERS // 2)
-    model = zoo.tiny("qwen3_5_text", layer_types=layers, **zoo.DELTA_NET)
-    with pytest.raises(ModelError, match=f"write into layer {at} of the cache"):
-        Target(repeated(model, at))
 
 
 def test_layers_and_modes_that_change_after_loading() -> None:

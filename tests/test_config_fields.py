@@ -1,7 +1,5 @@
 """Fields of configurations that change what `model.generate` answers: the same ids, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -86,13 +84,6 @@ def test_a_window_of_the_cache_alone(field: str) -> None:
     with pytest.raises(FitError, match=f"context of {WINDOW} .*sliding window in its cache only"):
         llm.generate(prompt_of(6), max_new_tokens=WINDOW)
     assert generated(model, prompt_of(6), 40) != generated(plain, prompt_of(6), 40)
-
-
-@pytest.mark.parametrize("window", [0, 1])
-def test_windows_without_a_key(window: int) -> None:
-    """Guards windows for which transformers' cache keeps all keys instead of none."""
-    with pytest.raises(ModelError, match=f"its sliding window has {window} positions"):
-        eyas.load(zoo.tiny("llama", sliding_window=window))
 
 
 def edit_configuration(model: PreTrainedModel) -> None:

@@ -1,7 +1,5 @@
 """A process's default dtype and device, and autocast, change no id and no draft, or eyas refuses them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import eyas
 import reference
-import zoo
-from eyas import checkpoints, drafters, kernels
-from eyas.core.cache import KVCache
+from eyas import drafters, kernels
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
-from eyas.errors import ModelError, OptionError
+from eyas.errors import OptionError
 from eyas.kernels._records import address
 from eyas.runners import with_fastest_runner
 from reference import SAMPLINGS, run
@@ -93,27 +89,6 @@ def test_every_method_decodes_the_same(name: str, what: str, with_kernels: bool)
         assert steps_of(drafter) == expected
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("what", DEFAULTS)
-@pytest.mark.parametrize("with_kernels", ["on", "off"])
-def test_a_load_is_as_without(what: str, with_kernels: str, tmp_path: Path) -> None:
-    """Bug: a head's net is made in the default dtype, and rounds its weights, or stays without any."""
-    if with_kernels == "on" and not kernels.available():
-        pytest.skip("no compiled kernels")
-    drafter = make("eagle3", Target(model()), **{"head.layers": "1,2,3"})
-    checkpoints.save(drafter.weights(), tmp_path / "head")
-    model().save_pretrained(tmp_path / "model")
-    folders = {"target": tmp_path / "model", "draft": tmp_path / "head", "tokenizer": False, "kernels": with_kernels}
-    first = eyas.load(**folders)
-    with default(what):
-        second = eyas.load(**folders)
-        assert torch.get_default_dtype() == (torch.float32 if what == "meta" else getattr(torch, what))
-        got = generated(second)
-    assert got == generated(first) == plain(model())
-    assert steps_of(second.drafter) == steps_of(first.drafter)
-    assert {p.dtype for p in second.drafter.net.parameters()} == {torch.float32}
-
-
 @pytest.mark.skipif(not kernels.available(), reason="no compiled kernels")
 def test_kernels_take_no_other_memory() -> None:
     """Bug: an address of other numbers goes to C++, which reads or writes past their end."""
@@ -155,43 +130,3 @@ def test_autocast_is_refused() -> None:
         plain(model())
     assert generated(llm) == wanted
     assert chat.send(message).text == tiny.chat(max_new_tokens=8).send(message).text
-
-
-@pytest.mark.parametrize("with_kernels", ["on", "off"])
-@pytest.mark.filterwarnings("ignore:the model runs by its own forward")
-def test_a_forward_that_runs_under_autocast_by_itself(with_kernels: str) -> None:
-    """Bug: accelerate's mixed precision in the model's forward ended in torch's traceback."""
-    mixed = llama(num_hidden_layers=2)
-    without, inner = plain(mixed), mixed.forward
-
-    def forward(*inputs: Any, **named: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return inner(*inputs, **named)
-
-    mixed.forward = forward  # type: ignore[method-assign]
-    wanted = plain(mixed)
-    assert wanted != without, "autocast must change something, or this test proves nothing"
-    assert generated(eyas.load(mixed, tokenizer=False, kernels=with_kernels)) == wanted
-
-
-def test_keys_that_the_cache_would_round() -> None:
-    """Bug: keys of a wider dtype than the cache end in torch's words, or are rounded silently."""
-    cache = KVCache(((2, 4, 4),), 1, torch.bfloat16, torch.device("cpu"))
-    cache.prepare(range(1), lambda: torch.tensor([[0]]), 1)
-    exact = torch.full((1, 2, 1, 4), 0.5, dtype=torch.bfloat16)
-    assert cache.update(exact, exact, 0)[0].dtype == torch.bfloat16
-    with pytest.raises(ModelError, match=r"float32, but the model is torch.bfloat16: load it in one dtype"):
-        cache.update(exact, exact.float(), 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
-def test_half_state_space_models(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Bug: residual_in_fp32 leaves float32 hidden states for an lm_head in half precision."""
-    half = zoo.HYBRIDS[family]().to(dtype)
-    half.save_pretrained(tmp_path)
-    wanted = plain(half)
-    for target in (half, tmp_path):
-        llm = eyas.load(target, tokenizer=False, method="vanilla", dtype=str(dtype).removeprefix("torch."))
-        assert llm.target.head_is_exact
-        assert generated(llm) == wanted

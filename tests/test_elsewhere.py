@@ -1,7 +1,5 @@
 """Without a distribution, whoever asks for its commands, methods, heads and parts reads in one line what to install."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

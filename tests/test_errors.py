@@ -1,16 +1,10 @@
 """Errors travel between processes: multiprocessing, concurrent.futures and Ray pickle them."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
 import pickle
 import pkgutil
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
-import pytest
 
 import eyas
 from eyas.errors import EyasError, UnknownOptionError
@@ -53,22 +47,3 @@ def test_every_error_survives_pickle() -> None:
         error = made(kind)
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
             assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
-
-
-def test_messages_are_one_line() -> None:
-    """Guards what people read: pairs of arguments are no message."""
-    error = UnknownOptionError("tree.node", "did you mean tree.nodes?")
-    assert (str(error), error.option) == ("unknown option 'tree.node'; did you mean tree.nodes?", "tree.node")
-
-
-def _fails() -> None:
-    raise UnknownOptionError("tree.node", "did you mean tree.nodes?")
-
-
-@pytest.mark.slow
-def test_a_pool_gets_the_error() -> None:
-    """Bug: BrokenProcessPool in place of the error. A new process, as no thread of torch may be forked."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        future = pool.submit(_fails)
-        with pytest.raises(UnknownOptionError, match=r"did you mean tree\.nodes"):
-            future.result()

@@ -15,8 +15,6 @@ the distribution of two tokens (600 requests, 8 degrees). Enumeration in core/te
 such limit.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

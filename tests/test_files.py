@@ -1,7 +1,5 @@
 """Files that stay whole, and outputs that one process writes at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal
@@ -14,7 +12,7 @@ import pytest
 
 from eyas import files
 from eyas.errors import InputError
-from eyas.files import parse_json, sha256_of_file, write_atomically
+from eyas.files import write_atomically
 from eyas.locks import locked_output
 from eyas_lab.folders import check_output_folder, remove_leftovers
 
@@ -61,20 +59,6 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_parts_are_locked_one_by_one(tmp_path: Path) -> None:
-    refused = pytest.raises(InputError, match=f"process {os.getpid()} ")
-    with locked_output(tmp_path, "1"), locked_output(tmp_path, "2"), refused, locked_output(tmp_path, "1"):
-        pass
-
-
-def test_a_device_is_not_locked_and_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with locked_output("/dev/null"), locked_output("/dev/null"):
-        pass
-    refused = pytest.raises(InputError, match=r"cannot write into .*: no such folder")
-    with refused, locked_output(tmp_path / "no" / "out"):
-        pass
-
-
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     """An exception in the middle of a write leaves the old file and no temporary one."""
     path = tmp_path / "file"
@@ -98,23 +82,6 @@ def test_temporary_files_of_live_processes_stay(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 3
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == [live.name]
-
-
-def test_sha256(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"abc" * 1000)
-    assert sha256_of_file(tmp_path / "file") == hashlib.sha256(b"abc" * 1000).hexdigest()
-
-
-def test_json_of_any_kind_is_a_value_or_one_line() -> None:
-    """json.loads raises four kinds of errors, two of which are easily forgotten."""
-    assert parse_json(b'\xef\xbb\xbf{"a": [1]}') == parse_json('{"a": [1]}') == {"a": [1]}
-    too_deep = "nested too deeply" if sys.version_info < (3, 14) else "not JSON"  # 3.14 reads to the end
-    reasons = {b"\xff": "not UTF-8 at byte 0", "{": "not JSON", "9" * 5000: "a number of too many digits"}
-    reasons |= {"[" * 60_000: too_deep, '{"a": ' * 60_000: too_deep}
-    for text, reason in reasons.items():
-        with pytest.raises(InputError, match=reason) as raised:
-            parse_json(text)
-        assert "\n" not in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_early_and_nothing_stays(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The machine's OpenMP threads: those that nobody needs any more have ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Every test runs for each instruction set that this machine has, from the native 
 vectors of four floats, and for AVX-VNNI, whose one instruction is replaced by what it computes if the machine lacks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,6 @@ from torch import nn
 from eyas import kernels
 from eyas.core.sampling import GumbelNoise
 from eyas.kernels import _build
-from eyas.runners._cpu_net import with_cpu_kernels
 from eyas.runners.cpu_ops import CpuNoise
 from eyas.runners.stored import MXFP4
 
@@ -318,20 +315,6 @@ def test_products_of_bfloat16(inputs: int) -> None:
     assert kernels.linear(matrix, x).isfinite().all(1).tolist() == [row not in (5, 6) for row in range(130)]
 
 
-@needs
-def test_weights_rounded_to_bfloat16() -> None:
-    """Guards the nearest numbers of whatever weights, and scales of rows that int8 does not hold."""
-    for kind in (torch.float32, torch.bfloat16, torch.int8):
-        weight, x = stored(kind), torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
-        matrix = kernels.pack(weight, weight_format=kernels.WeightFormat("bfloat16"))
-        assert form(matrix) == torch.bfloat16
-        torch.testing.assert_close(kernels.linear(matrix, x), x @ weight.bfloat16().float().T, rtol=1e-5, atol=1e-4)
-    weight = stored(torch.float32)
-    matrix = kernels.pack(weight, weight_format=kernels.WeightFormat("int8"))
-    assert form(matrix) == torch.int8
-    assert 0 < (kernels.linear(matrix, x) - x @ weight.T).abs().max() < 0.2
-
-
 @pytest.mark.slow
 @needs
 @pytest.mark.usefixtures("_amx")
@@ -374,24 +357,6 @@ def test_three_parts_are_as_exact_as_float32(inputs: int) -> None:
 
 
 @needs
-def test_norms() -> None:
-    """Guards eps and the weight."""
-    x, weight = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 1e-3, torch.linspace(0.5, 2, 64)
-    expected = nn.functional.rms_norm(x, (64,), weight, 1e-5)
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
-
-
-@needs
-def test_a_quick_net_leaves_the_net_alone() -> None:
-    """Guards training: what is made quick is a copy, and what it was made from keeps its modules and learns."""
-    net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 8))
-    other, x = with_cpu_kernels(net, kernels.EXACT), torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    assert [type(m).__name__ for m in net] == ["Linear", "SiLU", "Linear"]
-    torch.testing.assert_close(other(x), net(x), rtol=1e-4, atol=1e-5)
-    assert net(x).requires_grad
-
-
-@needs
 def test_noise_is_that_of_torchs_operations() -> None:
     """Guards the second writing of the noise, to the last digit: vocabularies, some ids, seeds, greedy rows."""
     seed_B, greedy_B = torch.tensor([0, 2**62 + 5, 7]), torch.tensor([False, False, True])
@@ -425,33 +390,6 @@ def test_draws_are_those_of_all_noise(vocab: int, scale: float) -> None:
         key_BNV = (scores_BNV - scores_BNV.amax(-1, keepdim=True)) + gumbel_BNV
         assert torch.equal(drawn_BN, key_BNV.argmax(-1))
         assert not has_nan_B.any()
-
-
-@needs
-def test_a_draw_from_no_number_is_said() -> None:
-    """Guards the check of a target's scores, wherever in a row the fault stands."""
-    for at in (0, 15, 16, 36):
-        scores_BNV = torch.zeros(2, 3, 37)
-        scores_BNV[1, 2, at] = torch.nan
-        _, has_nan_B = kernels.draw(
-            scores_BNV, torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.long),
-            torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool), 0,
-        )  # fmt: skip
-        assert has_nan_B.tolist() == [False, True]
-
-
-@needs
-def test_nothing_is_drawn_at_padding() -> None:
-    """Bug: padding is drawn at, and what its scores hold is taken for a broken target."""
-    scores_BNV, acceptable_BN = torch.zeros(2, 3, 37), torch.tensor([[True, True, False], [True, False, False]])
-    scores_BNV[~acceptable_BN] = torch.nan
-    scores_BNV[0, 1, 5] = 1.0
-    zeros_B = torch.zeros(2, dtype=torch.long)
-    drawn_BN, has_nan_B = kernels.draw(
-        scores_BNV, torch.zeros(2, 3, dtype=torch.long), acceptable_BN, zeros_B, zeros_B, zeros_B == 0, 0
-    )
-    assert drawn_BN.tolist() == [[0, 5, -1], [0, -1, -1]]
-    assert not has_nan_B.any()
 
 
 @needs

@@ -1,7 +1,5 @@
 """The tests of the kernels with the code for ARM, by an emulator: what it computes, not how fast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

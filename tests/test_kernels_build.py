@@ -1,27 +1,19 @@
 """Building and loading the CPU kernels: broken compilers and caches, and other people's files, end in one line.
 Compilers are shell scripts here; the one that works copies this session's library."""
 
-from __future__ import annotations
-
 import logging
-import mmap
 import os
 import platform
-import pwd
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 
 from eyas import kernels
-from eyas.errors import OptionError
-from eyas.kernels import _build, _memory
+from eyas.kernels import _build
 
 Compiler = Callable[[str], Path]
 needs = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
@@ -113,23 +105,6 @@ def test_a_compiler_that_does_not_work(
     assert sorted(path.name for path in folder(tmp_path).iterdir()) == ["build.lock"]
 
 
-@needs
-def test_threads_that_a_compiler_cannot_build(library: Path, compiler: Compiler, tmp_path: Path) -> None:
-    """Bug: what was built without threads was not looked at, or took the place of a library in use."""
-    from numpy.random import _pcg64
-
-    compiler(f'case "$*" in *openmp*) cp {_pcg64.__file__} "$out";; *) cp {library} "$out";; esac')
-    assert not reason()
-    assert runs(tmp_path) == 2
-
-
-def test_a_switch_that_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: EYAS_KERNELS=disabled leaves the kernels on, without a word."""
-    monkeypatch.setenv("EYAS_KERNELS", "disabled")
-    with pytest.raises(OptionError, match="EYAS_KERNELS must be on or off; it is 'disabled'"):
-        reason()
-
-
 @pytest.mark.parametrize(("environment", "says"), [
     ({"CXX": 'g++ "'}, "not a command line: No closing quotation"),
     ({"CXX": "a-compiler-that-is-not-there"}, "there is no C\\+\\+ compiler here"),
@@ -147,22 +122,6 @@ def test_environments_without_kernels(environment: dict[str, str], says: str, mo
 
 
 @needs
-def test_no_home(library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bug: without HOME, as an unknown user (in a container), every command was a traceback."""
-
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    compiler(f'cp {library} "$out"')
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert not reason()
-    assert list((tmp_path / f"eyas-{os.getuid()}" / "kernels").glob("*.so"))
-
-
-@needs
 def test_a_cache_that_others_can_write_to(
     library: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -176,17 +135,6 @@ def test_a_cache_that_others_can_write_to(
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     assert "is not this user's alone" in reason()
-
-
-@pytest.mark.parametrize(("isa", "words"), [
-    ("x86-64-v33", "did you mean x86-64-v3"),
-    ("armv8.2-a+dotprod" if os.uname().machine == "x86_64" else "x86-64-v3", "this processor lacks"),
-])  # fmt: skip
-def test_an_instruction_set_that_is_not_there(isa: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards EYAS_KERNELS_ISA: unknown names and other processors' sets end in one line; nothing is compiled."""
-    monkeypatch.setenv("EYAS_KERNELS_ISA", isa)
-    assert reason().startswith(f"EYAS_KERNELS_ISA is {isa!r}" if "mean" in words else f"EYAS_KERNELS_ISA is {isa}")
-    assert words in reason()
 
 
 @needs
@@ -216,25 +164,6 @@ def test_what_an_arm_processor_has(lines: list[str], sets: list[str], monkeypatc
     assert _build.runnable_isas() == sets
     monkeypatch.setenv("EYAS_KERNELS_ISA", "x86-64-v3")
     assert ("this processor lacks avx2" if lines else "does not list its processor's features") in reason()
-
-
-def test_weights_in_huge_pages() -> None:
-    """Guards the block that matrices share: values, cache lines, writes, and memory that is given back."""
-    made, expected = [], []
-    small = (((3, 5), torch.float32), ((7, 11, 2), torch.int8), ((1,), torch.bfloat16))
-    for i, (shape, dtype) in enumerate((*small, ((_memory.BLOCK + 5,), torch.uint8))):
-        for inference in (True, False):
-            tensor = torch.full(shape, i + 2 * inference + 1, dtype=dtype)
-            with torch.inference_mode(inference):
-                memory = _memory.huge_pages(tensor.numel() * tensor.element_size())
-                made.append(memory.view(tensor.dtype).view(tensor.shape).copy_(tensor))
-            expected.append(tensor)
-    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        assert not any(tensor.data_ptr() % _memory.ALIGNMENT for tensor in made)
-        before = psutil.Process().memory_info().rss
-        made.clear()
-        assert psutil.Process().memory_info().rss < before - _memory.BLOCK // 2  # Linux counts pages roughly
 
 
 @needs

@@ -1,7 +1,5 @@
 """Losslessness: every family with a drafter that knows the answers, and every method: the ids of the plain loop."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

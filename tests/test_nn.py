@@ -1,14 +1,9 @@
 """The parts of draft nets: packed attention against its definition, its gradient and memory; rotary positions."""
 
-from __future__ import annotations
-
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
-import processes
 from eyas.nn import Documents, LayerShape, rope, rope_frequencies
 from eyas_train import packed
 from eyas_train.packed import QueryRows, attention_of, packed_attention
@@ -69,45 +64,6 @@ def test_flash_attention_says_the_same(steps: int) -> None:
         torch.autograd.grad(mine, inputs, outer), torch.autograd.grad(expected, inputs, outer), strict=True
     ):
         torch.testing.assert_close(one, other)
-
-
-def test_a_token_that_is_several_queries_is_left_to_blocks() -> None:
-    """Guards the training of block heads, whose anchors are read by every slot of their block."""
-    assert QueryRows(torch.tensor([1, 1, 3]), (5,)).flash is None
-
-
-def test_documents() -> None:
-    documents = Documents((3, 1, 2))
-    assert documents.begin_N().tolist() == [0, 0, 0, 3, 4, 4]
-    assert documents.end_N().tolist() == [3, 3, 3, 4, 6, 6]
-    assert documents.position_N().tolist() == [0, 1, 2, 0, 0, 1]
-
-
-MEASURE = """
-import torch
-from eyas_train.packed import QueryRows, packed_attention
-torch.set_num_threads(1)
-N, H = {N}, 4
-q, k, v = (torch.randn(N, H, 16, requires_grad=True) for _ in range(3))
-later = [torch.randn(6, N, H, 16, requires_grad=True) for _ in range(2)]
-rows = torch.arange(N)
-queries = QueryRows(rows, (N,))
-def kilobytes(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-before = kilobytes("VmRSS")
-packed_attention(q, k, v, queries, tuple(later)).sum().backward()
-print(kilobytes("VmHWM") - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from Linux's /proc")
-def test_memory_grows_with_the_length_not_its_square() -> None:
-    """4 times the length takes at most 6 times the memory (scores would take 16 times), in a process of its own."""
-    used = [int(processes.run([sys.executable, "-c", MEASURE.format(N=n)], warm=True).stdout) for n in (2048, 8192)]
-    assert used[1] < 6 * used[0], used
-    assert used[1] < 400_000, used
 
 
 def test_rope_far_out() -> None:

@@ -1,22 +1,18 @@
 """The distributions that pyproject.toml describes: every file is in its wheel, and the names of extras are true."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 from packaging.requirements import Requirement
 
 import eyas
-from eyas import drafters, elsewhere, tiny
+from eyas import elsewhere, tiny
 from eyas.errors import ModelError
 
 ROOT = Path(__file__).parents[1]
@@ -44,14 +40,6 @@ def test_every_file_is_packaged(settings: dict, folder: Path) -> None:
         assert data <= packaged
 
 
-def test_the_embedded_model_is_apart() -> None:
-    """Guards the small wheel, and that eyas[tiny] accepts the version that lies beside it."""
-    assert not list((ROOT / "src").rglob("*.safetensors"))
-    (needed,) = [Requirement(line) for line in EXTRAS["tiny"]]
-    assert needed.name == TINY["project"]["name"]
-    assert needed.specifier.contains(TINY["project"]["version"])
-
-
 @pytest.mark.parametrize(
     "file", [file for file in OTHERS if file.parent.name.startswith("eyas-")], ids=lambda file: file.parent.name
 )
@@ -72,14 +60,6 @@ def test_a_distribution_is_described(file: Path) -> None:
     }
     for points in project["entry-points"].values():
         assert all(importlib.util.find_spec(module) for module in points.values())
-
-
-def test_extras_that_are_named_exist() -> None:
-    """Guards messages and pages that tell people to install an extra that was renamed."""
-    files = [*SOURCES, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
-    lists = [found for file in files for found in re.findall(r"(?:eyas|\.)\[([a-z,]+)\]'", file.read_text())]
-    named = {name for found in lists for name in found.split(",")}
-    assert {"tiny", "serve"} <= named <= EXTRAS.keys()
 
 
 def imports(body: list[ast.stmt]) -> set[str]:
@@ -113,17 +93,6 @@ def test_what_the_dockerfile_copies() -> None:
     assert all((ROOT / name).exists() for name in copied)
     read = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     assert read <= kept
-
-
-def test_every_method_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: methods in folders other than drafters/ had a link in docs/reference/methods.md and no page."""
-    for name in ("", ".config", ".config.defaults", ".structure", ".structure.files", ".structure.pages"):
-        monkeypatch.setitem(sys.modules, f"mkdocs{name}", MagicMock())
-    monkeypatch.syspath_prepend(str(ROOT / "runs"))
-    site = importlib.import_module("_docs_site")
-    assert list(site.methods()) == drafters.names()
-    for name, file in site.methods().items():
-        assert site.module_of(file) == drafters.find(name).__module__
 
 
 def test_every_page_is_in_the_site() -> None:

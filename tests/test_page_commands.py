@@ -2,8 +2,6 @@
 test. Numbers that only cost time are made smaller. ELSEWHERE names the tests of commands that need more, and BY_HAND the
 few lines that no test runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The trunk without its optional parts: each is hidden alone, and eyas still loads and decodes, or says what is missing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

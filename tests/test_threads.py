@@ -1,8 +1,6 @@
 """One model, several Python threads: each answer is the one that a single thread gets. Random programs of calls run
 first alone and then in several threads, which Python switches as often as it can."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The embedded model's files: a flipped bit is one line, before anything is computed with it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

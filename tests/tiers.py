@@ -5,8 +5,6 @@ leaves to `make test-all` (`pytest --all`). `make test` says at its end how many
 named (`pytest FILE::TEST`) runs in any case. The hooks of this module are those of conftest.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

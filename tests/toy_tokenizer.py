@@ -1,7 +1,5 @@
 """A byte-level tokenizer with a chat template, for tiny models of `VOCAB` tokens."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

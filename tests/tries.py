@@ -1,7 +1,5 @@
 """A toy constraint: a trie of texts whose branches follow from the tokens before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ nothing in eyas catches; the CPU counts as a device. Numbers are computed on the
 be compared. It does not see what happens inside of torch's own functions and in other threads.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -1,8 +1,6 @@
 """The process that `processes.started(..., warm=True)` forks children from: what every child would import for seconds
 is in memory. Nothing of eyas is: each child imports its own."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """What `tests/test_wings.py` runs in a copy of eyas that holds one wing, before tests of that wing."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

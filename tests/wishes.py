@@ -1,7 +1,5 @@
 """Requests with features, written as keywords."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ Sliding windows are 16 tokens, shorter than the sequences of the tests; the cont
     REFUSED     refused, because their state lies where it cannot be put back
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,9 +1,6 @@
 """The measurement of costs and the file that keeps them. No time is compared with another."""
 
-from __future__ import annotations
-
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +16,6 @@ from eyas.arguments import mode_of
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Drafter, TreeSize
-from eyas.drafters._merge import Merged
-from eyas_gpu.graphs import GraphRunner
-from fake_graphs import captured_without_gpu
 from test_lossless import make
 
 
@@ -59,26 +53,6 @@ def test_which_methods_grow(target: Target) -> None:
     assert grown.max_tree == TreeSize(9, 3, 4)
     assert make_controller(make("vanilla", target)) is None
     assert all(make_controller(make(name, target)) is not None for name in drafters.names() if name != "vanilla")
-
-
-def test_which_methods_have_a_spare(target: Target) -> None:
-    """Bug: text stands in for text; a head has nobody; simulated acceptance is another drafter's."""
-    names = [name for name in drafters.names() if name != "vanilla"]
-    alone = {name for name in names if make_controller(make(name, target)).fallback is None}
-    assert alone == {"suffix", "prompt_lookup", "rest", "lookahead"}
-    merged = [Merged(make(name, target), make("suffix", target)) for name in ("eagle2", "prompt_lookup")]
-    assert [make_controller(drafter).fallback is None for drafter in merged] == [False, True]
-    assert make_controller(make("eagle2", target), fallback=False).fallback is None
-
-
-@pytest.mark.slow
-def test_measuring_what_is_recorded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a draft that is replayed with its cycle is timed alone, by its launches, so that every tree looks dear."""
-    monkeypatch.setattr(passes, "REPEATS", 1)
-    monkeypatch.setattr(cost, "time_drafts", lambda *given: pytest.fail("timed alone"))
-    found = cost.measure(make("eagle2", target.run_with(GraphRunner(target, captured_without_gpu))))
-    assert found.nodes == passes.NODES
-    assert min(*found.verify, *found.first, *found.deeper, found.rest, found.plain_rest) >= 0
 
 
 @pytest.mark.cover(name=5)
@@ -151,16 +125,6 @@ def test_a_broken_file_is_measured_anew(damage: str, target: Target, cache: Path
     assert load_costs(drafter, make=make_costs)[1], "it was not written whole"
 
 
-def test_without_a_place_to_keep_it(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a cache folder that cannot be made stops the program."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    make_costs = Maker()
-    for _ in range(2):
-        assert not load_costs(make("eagle2", target), make=make_costs)[1]
-    assert make_costs.count == 2
-
-
 def test_what_is_asked_of_trees() -> None:
     """Bug: a tree that the user describes is changed by a policy, or the other way round."""
     assert mode_of({}) == ("auto", {})
@@ -198,29 +162,3 @@ def test_doubtful_costs_expire(spread: float, others: float, target: Target, cac
     assert not made[-1].doubtful
     assert load_at(1e12), "a good measurement does not expire"
     assert len(made) == 3
-
-
-def test_a_bench_measures_doubtful_costs_anew_and_says_when_it_cannot(
-    target: Target, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: methods are planned by a busy and by a quiet minute's costs, and compared without a word."""
-    costs = [busy(others=0.5), busy(others=0.5), busy()]
-    monkeypatch.setattr(cost.load_costs, "__defaults__", (False, lambda drafter: costs.pop(0)))
-    caplog.set_level("WARNING", "eyas")
-    monkeypatch.setattr(logging.getLogger("eyas"), "propagate", True)
-    make_controller(make("eagle2", target))._seconds_by_size(1)
-    assert not caplog.messages
-    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
-    assert "costs of eagle2 are doubtful: other processes used 50% of the cores" in caplog.text
-    caplog.clear()
-    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
-    assert not costs
-    make_controller(make("eagle2", target), compared=True)._seconds_by_size(1)
-    assert not caplog.messages
-
-
-def test_the_spread_of_repeated_timings() -> None:
-    """Bug: timings that differ by half are taken for good, or a single slow one makes a measurement doubtful."""
-    assert passes.spread_of([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0]) == 0.0
-    assert passes.spread_of([9.0, 1.0, 1.5, 2.0, 1.0, 1.5, 2.0]) > cost.SPREAD_LIMIT
-    assert passes.spread_of([1.0, 2.0]) == 0.0

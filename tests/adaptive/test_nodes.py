@@ -1,7 +1,5 @@
 """How many nodes a pass verifies: against every choice there is, and in batches whose text must stay the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -61,26 +59,6 @@ def test_it_is_the_best_of_all_choices(chances: list[list[float]], node: float, 
         assert chosen == [0] * rows or rate(chosen) == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(falling, min_size=1, max_size=3), st.floats(0.001, 0.5), st.integers(1, 6), st.booleans())
-def test_what_is_less_probable_than_the_least_is_never_chosen(
-    chances: list[list[float]], node: float, flat: int, padded: bool
-) -> None:
-    """Bug: guesses that would have been worth their time are never made."""
-    choice = NodeChoice(passes(node, flat), len(chances), padded)
-    improbable = [[chance for chance in row if chance < choice.least] for row in chances]
-    assert choice.choose(improbable) == [0] * len(chances)
-
-
-def test_a_row_pays_for_all_rows_where_nodes_are_dear_only_in_batches() -> None:
-    """Bug: a batch is judged as if each row were alone. Eight tokens cost what one does, further ones do not."""
-    seconds, likely = passes(0.5, flat=8), [0.6, 0.4, 0.2]
-    assert NodeChoice(seconds, 1, False).choose([likely]) == [3]
-    assert NodeChoice(seconds, 4, False).choose([likely] * 4) == [1] * 4
-    assert NodeChoice(seconds, 16, False).choose([likely] * 16) == [0] * 16
-    assert NodeChoice(seconds, 16, False).least > 0.6
-
-
 def test_passes_are_corrected_by_what_cycles_take() -> None:
     """Bug: one slow or first cycle counts; a size once slow is never tried; plain cycles make drafts look cheap."""
     seconds = PassSeconds((1, 4, 16), (1.0, 1.0, 2.0))
@@ -100,11 +78,6 @@ def test_passes_are_corrected_by_what_cycles_take() -> None:
     for _ in range(CORRECT_EVERY + FORGOTTEN_AFTER):
         seconds.observe(4, 3.0)
     assert at(16) == 6.0
-
-
-def test_beyond_what_was_measured() -> None:
-    """Bug: a pass that is larger than all that were measured costs what the largest did."""
-    assert float(PassSeconds((1, 32), (1.0, 2.0))(np.array(63))) == pytest.approx(3.0)
 
 
 LAWS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=20, top_p=0.9, seed=4), Sampling(repetition_penalty=1.3))

@@ -1,8 +1,6 @@
 """A policy may use the past, but not the drawn tokens: keeping a node because of its token changes the law of the text,
 as rejected nodes count too. By enumeration of every draw through the shipped verification."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,29 +1,25 @@
 """Block drafters: a block is read in drafting as in training; trees from its laws; anchors and losses."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import heads
 import zoo
 from eyas import checkpoints, drafters
-from eyas.blocks._method import BlockMethod, BlockSession, BlockTraining, fused_layers
+from eyas.blocks._method import BlockMethod, BlockSession, BlockTraining
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import Batch
-from eyas.errors import FitError, OptionError
+from eyas.errors import OptionError
 from eyas.nn import Documents
 from eyas_train import block_loss
 from eyas_train.block_loss import choose_anchors, forward_packed
-from eyas_train.loop import TrainConfig, train
 from reference import run
 
 NAMES = ("dflash", "dflash2", "dspark")
@@ -123,15 +119,6 @@ def test_anchors(target: Target) -> None:
     assert set(few_A) <= set(all_A)
     assert few_A == choose_anchors(batch, 2, torch.Generator().manual_seed(0)).tolist()
     assert len({tuple(choose_anchors(batch, 2, torch.Generator().manual_seed(seed)).tolist()) for seed in range(8)}) > 1
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_anchors(name: str, target: Target) -> None:
-    drafter = made(name, target)
-    batch = batch_of(drafter, (PROMPT,), torch.zeros(len(PROMPT), dtype=torch.bool))
-    loss = drafter.loss(batch)
-    loss.total.backward()
-    assert (float(loss.total.detach()), int(loss.count)) == (0.0, 0)
 
 
 @pytest.mark.parametrize(("name", "options"), [
@@ -236,15 +223,6 @@ def test_stop(target: Target) -> None:
         assert bool(drafts[0].tree.acceptable_BN[0, 1:].any()) == any_child
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_are_no_deeper_than_the_block(name: str, target: Target) -> None:
-    drafter = made(name, target, **{"tree.depth": 8})
-    levels = drafter.block_format.levels
-    assert (drafter.max_tree.depth, drafter.describe()["depth"]) == (levels, levels)
-    assert drafter.chain(2).max_tree == (3, 2, 1)
-    assert drafter.chain(9).max_tree.depth == levels  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("dflash", {"head.block": 1}, "head.block"),
     ("dflash", {"head.layers": "2,1"}, "rising"),
@@ -261,16 +239,6 @@ def test_impossible_options(name: str, options: dict[str, Any], message: str, ta
         made(name, target, **options)
 
 
-def test_default_layers(target: Target) -> None:
-    """Guards the published default: evenly from the output of layer 1 to that of layer L-3."""
-    deep = Target(zoo.tiny("llama", num_hidden_layers=16))
-    assert fused_layers("auto", 5, deep) == (2, 5, 8, 11, 14)
-    assert fused_layers("auto", 1, deep) == (9,)
-    assert fused_layers("auto", 1, target) == (3,)
-    with pytest.raises(FitError, match=r"--head\.layers"):
-        fused_layers("auto", 2, Target(zoo.tiny("llama", num_hidden_layers=3)))
-
-
 @pytest.mark.cover(name=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
@@ -284,35 +252,3 @@ def test_trained_a_little(name: str, target: Target, tmp_path: Path) -> None:
     again: Any = kind.load(checkpoints.load(tmp_path), target, options)
     assert again.block_format == drafter.block_format  # type: ignore[attr-defined]
     assert all(torch.equal(value, again.net.state_dict()[key]) for key, value in drafter.net.state_dict().items())  # type: ignore[union-attr]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_resumed_training_has_the_same_bits(
-    name: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the kept state: a run stopped half-way ends with the weights of one that was not."""
-    kind: Any = drafters.find(name)
-    options = build_options(kind.Options, {**SMALL, "train.anchors": 4, **SIZES[name]})
-    config = TrainConfig(
-        lr=3e-3, steps=8, batch_tokens=128, max_length=32, eval_every=0, save_every=2, precision="float32"
-    )
-    plain, calls = kind.loss, list[int]()
-
-    def run_into(folder: Path) -> dict[str, Tensor]:
-        train(kind.init_for_training(target, options, 1), heads.language(40, 0), heads.language(6, 1), config, folder)
-        return load_file(folder / "model.safetensors")
-
-    def interrupted(drafter: Any, batch: Batch, generator: Any = None) -> Any:
-        calls.append(1)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-        return plain(drafter, batch, generator)
-
-    whole = run_into(tmp_path / "whole")
-    monkeypatch.setattr(kind, "loss", interrupted)
-    run_into(tmp_path / "parts")
-    assert len(calls) == 6
-    monkeypatch.undo()
-    parts = run_into(tmp_path / "parts")
-    assert all(torch.equal(value, parts[key]) for key, value in whole.items())

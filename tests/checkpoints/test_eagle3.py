@@ -3,8 +3,6 @@
 The names of the published tensors are written out here, so that a swapped pair in the code's own tables is noticed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

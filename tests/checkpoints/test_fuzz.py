@@ -1,8 +1,6 @@
 """Broken heads: whatever is changed in the files of the embedded heads, they load or are refused in
 one line, never with a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

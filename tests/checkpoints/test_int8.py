@@ -25,20 +25,6 @@ def test_the_largest_value_of_each_row_is_exact_and_others_are_within_half_a_ste
     torch.testing.assert_close(read.gather(1, place_N1), x_ND.gather(1, place_N1))
 
 
-def test_vectors_ids_and_scales_of_others_stay() -> None:
-    tensors = {
-        "norm.weight": torch.ones(3, dtype=torch.float16),
-        "norm.weight.scale": torch.ones(3, dtype=torch.float32),
-        "d2t": torch.arange(4),
-        "codes": torch.ones(2, 2, dtype=torch.int8),
-    }
-    read = from_int8(to_int8(tensors))
-    assert read.keys() == tensors.keys()
-    assert torch.equal(read["d2t"], tensors["d2t"])
-    assert torch.equal(read["codes"], tensors["codes"])
-    assert read["codes"].dtype == torch.int8
-
-
 @needs_weights
 def test_a_head_in_int8_is_read_as_its_float32_copy_is(tmp_path: Path) -> None:
     source = tiny.HEADS["eagle1"]

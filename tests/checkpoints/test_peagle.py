@@ -1,7 +1,5 @@
 """P-EAGLE heads on disk: the two published forms, what is refused, and writing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +48,6 @@ def test_both_forms(tmp_path: Path, form: str) -> None:
     again = load(tmp_path / "c")
     assert same(again.tensors, weights.tensors)
     assert again.config == weights.config
-
-
-def test_other_classes(tmp_path: Path) -> None:
-    """Guards heads whose class vLLM has under another name; their layer ids are inputs, as vLLM reads all of them."""
-    for name in ("LlamaForCausalLMEagle3", "PEagleDraftModel"):
-        ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}
-        head = flat(architectures=[name], eagle_config=ids, parallel_drafting=True)
-        assert read(tmp_path, head).config["feature_layers"] == (1, 5, 9)
-    refused(tmp_path, flat(architectures=["PeagleQwen3ForCausalLM"]), "a P-EAGLE head of a kind that is not read")
 
 
 @pytest.mark.parametrize(("head", "changed", "says"), [

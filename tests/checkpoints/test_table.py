@@ -1,7 +1,5 @@
 """The table of formats in docs/reference/head_formats.md says what the code has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,23 +1,13 @@
 """`eyas generate`: one prompt and files of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from eyas import kernels
-from eyas.cli._files import differences
-from eyas.kernels import _build
-from processes import accept_interrupts, environment, finish, started, wait_until
 
 KEYS = {
     "token_ids", "text", "finish_reason", "cycles", "accepted_lengths", "tau", "seconds", "prefill_seconds", "tokens_per_second", "method",
@@ -56,22 +46,6 @@ def test_json_is_the_python_interface(answer: Run, world: Path) -> None:
     assert found["tokens_per_second"] == pytest.approx(23 / (found["seconds"] - found["prefill_seconds"]))
 
 
-@pytest.mark.slow
-def test_several_answers_and_drafts_as_asked(answer: Run, run: Run, world: Path) -> None:
-    """Bug: --n, --drafting or --prediction have no effect, or change an answer."""
-    several = answer("hello", "--draft", "head", "--n", 2, "--temperature", 0.9, "--seed", 5)["results"]
-    assert [one["token_ids"] for one in several] == [
-        answer("hello", "--draft", "head", "--temperature", 0.9, "--seed", seed)["token_ids"] for seed in (5, 6)
-    ]
-    off = answer("hello", "--draft", "head", "--drafting", "off")
-    assert off["cycles"] == 23
-    (world / "prediction.txt").write_text(off["text"])
-    predicted = answer("hello", "--draft", "head", "--prediction", world / "prediction.txt")
-    assert predicted["token_ids"] == off["token_ids"]
-    missing = run("generate", "--target", "llama", "hello", "--prediction", "nowhere")
-    assert (missing.exit_code, "--prediction nowhere cannot be read: No such file" in missing.stderr) == (2, True)
-
-
 def test_laws_and_log_probabilities(answer: Run, world: Path) -> None:
     """Guards the way of each option to the engine, and the form of log-probabilities in JSON."""
     import eyas
@@ -107,17 +81,6 @@ def test_text_is_streamed_and_the_summary_goes_to_stderr(run: Run, answer: Run) 
 
 
 @pytest.mark.slow
-def test_another_chat_template(run: Run, answer: Run, tmp_path: Path) -> None:
-    """Guards a template from a file, which replaces the tokenizer's."""
-    (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    plain = answer("hello", "--raw")["token_ids"]
-    assert answer("hello", "--chat-template", tmp_path / "plain.jinja")["token_ids"] == plain
-    assert answer("hello")["token_ids"] != plain
-    missing = run(*GENERATE, "--chat-template", tmp_path / "nothing", "hello")
-    assert (missing.exit_code, "cannot be read" in missing.stderr) == (2, True)
-
-
-@pytest.mark.slow
 def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a silent wait of some seconds; and against saying so each time, or where
     nothing is measured."""
@@ -125,15 +88,6 @@ def test_a_first_measurement_is_announced(run: Run, monkeypatch: pytest.MonkeyPa
     ask = ("generate", "--target", "llama", "--draft", "head", "--max-new-tokens", 4, "hello")
     assert "measuring passes and drafts" not in run(*ask, "--tree", "fixed").stderr
     assert ["measuring passes and drafts" in run(*ask).stderr for _ in range(2)] == [True, False]
-
-
-@pytest.mark.slow
-def test_prompt_ids_need_no_tokenizer(run: Run, answer: Run) -> None:
-    command = ("generate", "--target", "bare", "--prompt-ids", "1,20,30", "--max-new-tokens", 5)
-    ids = json.loads(run(*command, "--json").stdout.splitlines()[-1])["token_ids"]
-    assert len(ids) == 5
-    assert answer("--prompt-ids", "1, 20 30", "--max-new-tokens", 5)["token_ids"] == ids
-    assert run(*command).stdout == ",".join(map(str, ids)) + "\n"
 
 
 @pytest.mark.slow
@@ -151,17 +105,6 @@ def test_options_of_prompts_and_ends(answer: Run, world: Path, run: Run) -> None
     stop = whole["text"][3]
     cut = answer("hello", "--ignore-eos", "--max-new-tokens", 40, "--stop", stop, "--stop", "never there")
     assert (cut["finish_reason"], cut["text"]) == ("stop", whole["text"][: whole["text"].index(stop)])
-
-
-@pytest.mark.slow
-def test_a_head_of_another_target_is_noted(run: Run, world: Path, tmp_path: Path) -> None:
-    config = json.loads((world / "head" / "config.json").read_text())
-    config["eyas"]["target_fingerprint"] = "0123456789ab:9.001,9.002,9.003"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((world / "head" / "model.safetensors").read_bytes())
-    result = run("generate", "--target", "llama", "--draft", tmp_path, "hi", "--max-new-tokens", 2)
-    assert result.exit_code == 0
-    assert f"eyas: {tmp_path} was trained for another target" in result.stderr
 
 
 # --- many prompts ----------------------------------------------------------------------------------------------------------------------
@@ -298,45 +241,6 @@ def test_a_file_of_something_else_is_not_touched(refused: Run, tmp_path: Path) -
         assert precious.read_text() == content
 
 
-@pytest.mark.exhaustive
-def test_interrupt_keeps_results(world: Path, run: Run, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a file: whole lines stay, the message says how to go on, and going on
-    does not repeat them.
-
-    That message is all of stderr: no progress bar, warning or traceback of any library stands beside it.
-
-    A false alarm needs a machine that decodes 200 prompts of 100 tokens before this process is woken
-    by the first.
-    """
-    _build.outcome.cache_clear()  # what was found before this session's cache folder was set
-    kernels.available()  # compiled now, as that would be announced
-    given = write(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(200)])
-    output = tmp_path / "out.jsonl"
-    options = ("--target", world / "llama", "--draft", world / "head", *TREE, "--max-new-tokens", 100, "--ignore-eos",
-               "--input", given)  # fmt: skip
-    command = [sys.executable, "-m", "eyas", "generate", *options, "--output", output]
-    how: dict[str, Any] = {
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "env": environment(),
-        "preexec_fn": accept_interrupts,
-    }
-    with started(command, True, **how) as process:
-        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 0, process)
-        process.send_signal(signal.SIGINT)
-        _, said = finish(process)
-    assert process.returncode == 130, said
-    kept = results(output)
-    assert 1 <= len(kept) < 200
-    assert [line["line"] for line in kept] == list(range(1, len(kept) + 1))
-    assert (
-        said.strip() == f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them"
-    )
-    write(given, [{"prompt": f"number {i}"} for i in range(len(kept) + 1)])
-    assert run("generate", *options, "--output", output).exit_code == 0
-    assert [line["line"] for line in results(output)] == list(range(1, len(kept) + 2))
-
-
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the fifth cycle."""
@@ -365,6 +269,18 @@ def test_interrupt_keeps_what_was_said(run: Run, more: tuple[str, ...]) -> None:
     else:  # tokens are characters; the first cycle comes with the prompt's own token
         assert len(result.stdout) == len("five!\n")
         assert result.stderr.splitlines()[-1] == "eyas: interrupted: 5 tokens are above"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupt_keeps_results(run: Run, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a file: whole lines stay, and the message says how to go on."""
+    given, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    result = run(*GENERATE, "--method", "vanilla", "--max-new-tokens", 3, "--input", given, "--output", output)
+    assert result.exit_code == 130
+    kept = results(output)
+    assert 1 <= len(kept) < len(LINES)
+    said = f"eyas: interrupted: {len(kept)} results are in {output}; the same command goes on after them"
+    assert result.stderr.splitlines()[-1] == said
 
 
 # --- the page of one answer ------------------------------------------------------------------------------------------------------------
@@ -400,25 +316,6 @@ def test_view_shows_every_cycle(run: Run, tmp_path: Path) -> None:
     assert shown.split() == result.stdout.strip().split(",")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--view", "missing/view.html", "hi"), "the folder 'missing' does not exist"),
-        (("--view", "view.html", "--input", "lines.jsonl"), "--view shows one answer"),
-    ],
-)
-def test_view_that_cannot_be_written(refused: Run, arguments: tuple[str, ...], says: str) -> None:
-    """It is refused before anybody waits for an answer."""
-    assert says in refused(*GENERATE, *arguments)
-
-
-def test_a_new_file_has_no_settings_of_another_kind() -> None:
-    """Guards rounded weights with a file of prompts: settings that were not written are not compared."""
-    assert differences({}, {"weights": "int8"}) == []
-    said = differences({"target": "a", "weights": "exact"}, {"target": "a", "weights": "int8"})
-    assert said == ["weights exact there, int8 now"]
-
-
 @pytest.mark.slow
 def test_a_head_learns_and_is_saved(answer: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Bugs: the options do not reach the learner; the text changes; the head that was saved cannot be used."""
@@ -429,12 +326,3 @@ def test_a_head_learns_and_is_saved(answer: Callable[..., dict[str, Any]], tmp_p
     assert json.loads((saved / "adapt.json").read_text())["steps"] > 0
     again = answer("hello", "--draft", saved, "--tree", "fixed")
     assert (again["method"], again["token_ids"]) == ("eagle2", plain["token_ids"])
-
-
-def test_what_cannot_be_done_is_refused(refused: Callable[..., str], world: Path) -> None:
-    """One line each, and the given head is not touched."""
-    before = {file.name: file.read_bytes() for file in (world / "head").iterdir()}
-    asked = ("generate", "--target", "llama", "--max-new-tokens", 8, "hello")
-    assert "--adapt-save needs --adapt" in refused(*asked, "--draft", "head", "--adapt-save", "x")
-    assert "only heads" in refused(*asked, "--adapt")
-    assert {file.name: file.read_bytes() for file in (world / "head").iterdir()} == before

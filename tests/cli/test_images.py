@@ -1,7 +1,5 @@
 """`eyas generate` with images: as an option, and in the messages of a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -68,21 +66,3 @@ def test_images_in_a_file_of_prompts(run: Run, folder: Path) -> None:
     expected = [llm.generate(prompt, max_new_tokens=8, ignore_eos=True).text for prompt in prompts]  # type: ignore[arg-type]
     assert [results[line] for line in (1, 2, 3)] == expected
     assert len(set(expected)) == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--image", "nowhere.png", "What is this?"), "--image nowhere.png: there is no such file"),
-        (("--image", "nowhere.png", "--raw", "What is this?"), "--image goes with a prompt of text"),
-        (("--image", "nowhere.png", "--prompt-ids", "1,2"), "--image goes with a prompt of text"),
-        pytest.param(("--target", "embedded", "--image", "0.png", "What is this?"), "LlamaForCausalLM reads text alone",
-                     marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_what_is_refused(
-    run: Run, folder: Path, arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    found = run("generate", *(() if "--target" in arguments else ("--target", folder / "llava")), *arguments)
-    assert (found.exit_code, says in found.stderr) == (2, True), found.stderr

@@ -1,22 +1,17 @@
 """Terminals, standard streams, interrupts, optional packages and locks: the command as a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import processes
-from eyas import drafters
 from eyas.locks import locked_output
 
 pytestmark = pytest.mark.slow  # processes of their own
@@ -69,74 +64,6 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "eyas: interrupted\n")
 
 
-def test_an_interrupt_that_a_library_swallows(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """An import that is interrupted may end in an ImportError of the library's own."""
-    from eyas.cli import doctor
-
-    def broken() -> Any:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("numpy is broken") from None
-
-    monkeypatch.setattr(doctor, "_machine", broken)
-    with interruptible():
-        result = run("doctor")
-    assert (result.exit_code, result.stderr) == (130, "eyas: interrupted\n")
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Python's own handler: background jobs of a shell begin without it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_during_an_import_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers makes an ImportError of it, and eyas said that a method cannot be loaded."""
-    from eyas.cli._errors import exit_status
-    from eyas.errors import OptionError
-
-    def command() -> int:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise OptionError("method 'eagle1' cannot be loaded") from ImportError("PreTrainedModel")
-        return 0
-
-    with interruptible():
-        assert exit_status(command) == 130
-    assert capsys.readouterr().err == "eyas: interrupted\n"
-
-
-def test_no_color(run: Run) -> None:
-    """NO_COLOR was not heard by the lines about errors."""
-    assert "\x1b[31m" in run("nonsense", env={"FORCE_COLOR": "1"}).stderr
-    assert "\x1b" not in run("nonsense", env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stderr
-    assert "\x1b" not in run("nonsense", env={"FORCE_COLOR": "", "NO_COLOR": ""}).stderr
-
-
-def test_nothing_is_cut_off_at_80_columns(run: Run) -> None:
-    """The list of methods and help pages were cut off, or wider than the terminal."""
-    listed = run("methods", env={"COLUMNS": "80"}).output
-    words = " ".join(listed.split())
-    for name in drafters.names():
-        assert " ".join(drafters.find(name).summary.split()) in words
-    for output in (listed, run("methods", "eagle3").output, run("generate", "--help-all").output):
-        assert max(map(len, output.splitlines())) <= 80
-        assert "…" not in output
-
-
-def test_one_method_with_the_help_of_its_options(run: Run) -> None:
-    shown = " ".join(run("methods", "eagle3").output.split())
-    assert "--tree.nodes 60 " in shown
-    assert "verified per cycle, the root included" in shown.lower()
-    assert "did you mean eagle3" in run("methods", "eagle33").stderr
-
-
 BLOCK = """
 import sys
 from importlib.machinery import PathFinder
@@ -179,16 +106,6 @@ def test_without_the_library_of_the_command_line() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("eyas: error: the command line needs the package cyclopts: pip install cyclopts")
-
-
-@pytest.mark.exhaustive
-def test_core_commands_work_without_the_packages_of_extras(world: Path) -> None:
-    """matplotlib and scipy are for tests and pictures; rich-click was needed for every command."""
-    extras = "matplotlib scipy rich_click click_rich_help tensorboard wandb fastapi uvicorn prometheus_client"
-    help_pages = (("--help",), ("methods", "--json"), ("generate", "--help-all"), ("train", "--help"))
-    generate = ("generate", "--target", world / "llama", "hi", "--max-new-tokens", 3)
-    done = without(set(extras.split()), *help_pages, generate)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.exhaustive
@@ -268,16 +185,3 @@ def test_json_that_python_refuses_is_a_bad_line(
     assert [json.loads(out)["line"] for out in result.stdout.splitlines()] == [2]
     write(tmp_path / "out.jsonl", line)
     assert "holds something other than results" in refused(*files)
-
-
-@pytest.mark.cover(made_by=2)
-@pytest.mark.parametrize("made_by", [5, [], "x", None, {"fingerprint": 5}])
-def test_an_old_output_with_strange_settings(run: Run, tmp_path: Path, made_by: Any, files: tuple[object, ...]) -> None:
-    """`"by": 5` in an output of regenerate, or settings that are no object, ended in a traceback."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    data = write(tmp_path / "chat.jsonl", {"messages": chat})
-    own = write(tmp_path / "own.jsonl", {"key": "x", "messages": [], "by": made_by})
-    command = ("regenerate", "--target", "llama", "--data", data, "--output", own, "--max-new-tokens", 3)
-    assert run(*command).exit_code in (0, 2)
-    write(tmp_path / "out.jsonl", {"line": 9, "token_ids": [], "settings": made_by, "weights": "exact"})
-    assert run(*files).exit_code in (0, 2)

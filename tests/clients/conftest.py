@@ -5,8 +5,6 @@ embedded model.
 skipped. A client is a process that knows nothing of eyas but the server's address.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

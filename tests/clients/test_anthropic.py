@@ -1,7 +1,5 @@
 """Anthropic's own client: messages, streams, counts, tools, errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

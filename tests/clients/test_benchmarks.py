@@ -1,7 +1,5 @@
 """Benchmark clients of others, by the commands of docs/guide/clients.md: no request fails, every answer has its length."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

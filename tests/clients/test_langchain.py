@@ -1,7 +1,5 @@
 """LangChain's ChatOpenAI: answers, streams, batches, objects of a class, tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """lm-eval asks the server what it asks its own `hf` model, on two small tasks of ours: texts are
 equal, log-likelihoods up to rounding."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

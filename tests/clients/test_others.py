@@ -1,7 +1,5 @@
 """Further clients: OpenAI's Agents SDK, litellm, the program llm, and the AI SDK of node."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Sleeping sessions: rows that go without drafts or with another's, and what is drafted when they wake."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

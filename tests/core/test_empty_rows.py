@@ -1,7 +1,5 @@
 """Empty rows: a forward leaves them out, wherever they are, and the results of the others do not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every way in which a text ends: drafts, predicted here, reach behind it, and nothing there is asked about."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The Decoder: joining and leaving, stops, limits, processors, what a Step says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

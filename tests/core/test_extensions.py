@@ -1,7 +1,5 @@
 """The socket of target extensions: found by folder and by entry point, named nowhere in the core."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A request that fails ends with an error of its own: those beside it and after it get the text that they get alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every fact that `describe` returns about a family is checked by a forward of the model itself: a wrong scale, mask or
 window moves logits by 0.01 and more, a hundred times the tolerance."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """The joint law of several tokens over several cycles of a hybrid target, a tiny LFM2 of three tokens: a wrong state
 after an accepted path of the drawn tree changes the law of what follows."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 Plain decoding is here the model's own, one token after another with its cache: Zamba 2 and Nemotron-H give logits that
 differ by 1e-3 when they read many tokens at once, so full forwards would be another target."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from functools import cache

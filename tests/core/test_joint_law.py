@@ -14,8 +14,6 @@ alternate. False alarms: seeds are fixed, so none; with other seeds z > 4 has od
 Letters: B rows, N nodes, S states (the last two tokens), V vocabulary, T tokens, X texts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Plain decoding in tests/reference.py writes them out token by token, so nothing here is compared with itself.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts with images: every method gives the text of transformers' generate, and none reads another image's keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ from transformers import AutoProcessor
 
 import eyas
 import media_models
-import zoo
 from eyas import drafters
 from eyas.arguments import as_prompts
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import InputError, ModelError, OptionError
+from eyas.errors import InputError, OptionError
 from media_models import MODELS, make_model, mllama, prompt_with_image, with_processor
 from reference import run
 from test_lossless import DRAWN, Oracle, make
@@ -134,28 +131,6 @@ def test_kept_text_behind_an_image_is_not_reused(kind: str, target: Target) -> N
     assert all(step.cached_tokens == 0 for step in steps if step.prefill)
 
 
-@pytest.mark.quick("llava")
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_from_a_folder(name: str, tmp_path: Path) -> None:
-    """Guards types that are no causal language models to transformers' Auto class."""
-    model, prompt = make_model(name), prompt_with_image(name, 0)
-    model.save_pretrained(tmp_path)
-    llm = eyas.load(tmp_path, "suffix", tokenizer=False)
-    assert ids_of(llm, prompt) == generated(Target(model), prompt)
-    assert [piece.token_ids for piece in llm.stream(prompt, max_new_tokens=3)]
-
-
-def test_log_probabilities(kind: str, target: Target) -> None:
-    """Guards those of a prompt that is read whole."""
-    llm, prompt = eyas.load(target.model, method="vanilla", tokenizer=False), prompt_with_image(kind, 0)
-    with torch.no_grad():
-        logits_TV = target.model(**prompt).logits[0]
-    expected = logits_TV.log_softmax(-1)[:-1].gather(1, prompt["input_ids"][0, 1:, None])[:, 0]
-    one = dict(prompt, input_ids=prompt["input_ids"][0])
-    found = llm.generate(one, max_new_tokens=2, prompt_logprobs=0).prompt_logprobs
-    torch.testing.assert_close(torch.tensor([entry.logprob for entry in found[1:]]), expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.quick("changes1-hides tokens: make it without padding")
 @pytest.mark.parametrize(("changes", "message"), [
     ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "comes alone: call the processor for each prompt"),
@@ -203,17 +178,6 @@ def test_a_prompt_that_the_model_refuses_fails_alone() -> None:
 
 
 @pytest.mark.slow
-def test_models_of_text_alone() -> None:
-    llm = eyas.load(zoo.tiny("llama"), method="vanilla", tokenizer=False)
-    prompt = {**text_alone(0), "pixel_values": torch.zeros(1, 3, 8, 8)}
-    with pytest.raises(InputError, match="LlamaForCausalLM takes no pixel_values"):
-        llm.generate(prompt, max_new_tokens=4)
-    hybrid = Target(zoo.tiny("jamba"))
-    with pytest.raises((InputError, ModelError), match=r"takes no pixel_values|without recurrent state"):
-        Decoder(hybrid, make("vanilla", hybrid)).add(asked(prompt))
-
-
-@pytest.mark.slow
 def test_messages_with_images(tmp_path: Path) -> None:
     """Guards an image on disk, or in memory, in a message: the ids of transformers by the same processor."""
     llm = eyas.load(with_processor(tmp_path / "llava"), "suffix")
@@ -229,22 +193,6 @@ def test_messages_with_images(tmp_path: Path) -> None:
         result = llm.generate([{"role": "user", "content": [part, text]}], max_new_tokens=NEW, ignore_eos=True)
         assert list(result.token_ids) == expected
     assert llm.generate("What is this?", max_new_tokens=4).text is not None
-
-
-@pytest.mark.quick("*only parts of text are read here")
-@pytest.mark.parametrize(("processor", "part", "message"), [
-    (True, {"type": "image", "path": "no/such.png"}, "message 1: there is no image no/such.png"),
-    (True, {"type": "image"}, "refuses these messages"),
-    (True, {"type": "image_url", "image_url": {"url": "data:,"}}, "only parts of text are read here"),
-    (False, {"type": "image", "path": "a.png"}, "give what the model's processor returns"),
-])  # fmt: skip
-def test_messages_that_are_refused(processor: bool, part: dict[str, Any], message: str, tmp_path: Path) -> None:
-    llm = eyas.load(
-        with_processor(tmp_path) if processor else make_model("llava"), "suffix", tokenizer=None if processor else False
-    )
-    with pytest.raises(InputError, match=message) as caught:
-        llm.generate([{"role": "user", "content": [part]}], max_new_tokens=4)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.cover

@@ -1,7 +1,5 @@
 """Prompts read chunk by chunk between cycles, and behind prefixes that other rows hold: ids stay, for every method."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache

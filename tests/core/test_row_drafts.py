@@ -1,7 +1,5 @@
 """Drafts as each request wants them: off, at most n, with a prediction, with forced tokens. The ids stay."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

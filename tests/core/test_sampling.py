@@ -1,7 +1,5 @@
 """The law of the next token against transformers' processors, and the noise; odds are those of another generator."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets whose layers lie on several devices: the text is the whole model's, and no operation mixes devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The target session: features, chunks, windows, limits; and that the user's model stays the user's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

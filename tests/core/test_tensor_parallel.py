@@ -1,7 +1,5 @@
 """Targets whose layers two processes share (`tp_plan`): both give the text of plain decoding, with every method."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

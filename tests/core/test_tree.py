@@ -1,7 +1,5 @@
 """Trees against a naive recursion: what `parents` say, prefixes of nodes, merges of two, refused static trees."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts under constraints: heads propose what the constraint allows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +8,7 @@ from torch import Tensor
 
 import zoo
 from eyas.core.drafter import CycleInput
-from eyas.core.engine import Decoder, Request
+from eyas.core.engine import Decoder
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Draft, Verdict
@@ -68,17 +66,3 @@ def test_every_drafted_node_is_allowed(name: str, sampling: Sampling) -> None:
     assert all((a + b) % 2 for a, b in zip([3, *tokens], tokens, strict=False))
     if sampling.greedy:
         assert tokens == plain_decode(target.model, request)
-
-
-def test_a_constraint_that_fails_ends_its_request_only() -> None:
-    """Guards the other rows: a failure that is met while the tree grows is reported by verification."""
-    target = Target(zoo.tiny("llama"))
-    decoder = Decoder(target, make("eagle2", target), rows=2)
-    bad = decoder.add(wished((5, 8, 3), 12, constraint=Alternating(zoo.VOCAB, fails=True)))
-    good = decoder.add(Request((5, 8, 3), 12))
-    last = {}
-    while not decoder.finished:
-        last |= {step.request_id: step for step in decoder.step() if step.finish}
-    assert last[bad].finish == "error"
-    assert "no mask" in str(last[bad].error)
-    assert last[good].finish == "length"

@@ -1,7 +1,5 @@
 """Parity with what the reference implementations computed (../shared/golden; skipped where that is absent)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

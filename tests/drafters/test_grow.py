@@ -1,7 +1,5 @@
 """Trees as they are grown: shared noise, ways to expand and keep nodes, against a slow builder."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -17,7 +15,6 @@ from eyas.core.options import build_options
 from eyas.core.sampling import GumbelNoise, Sampling, apply_sampling
 from eyas.core.verify import verify
 from eyas.drafters._grow import DraftNetSteps, DynamicTree, grow_dynamic, grow_static
-from eyas.drafters.eagle1 import Method, Options, StaticTree
 from eyas.errors import OptionError
 
 KINDS = (
@@ -139,22 +136,6 @@ def test_against_a_slow_grower(expand: str, rerank: bool, stop: float, noise: st
     assert padded or not stop, "the early stop must stop something, or this test proves little"
 
 
-def test_greedy_rows_do_not_see_the_noise() -> None:
-    """Guards greedy trees: bit for bit the same beside sampling rows and alone, with noise and without."""
-    world, start_B, root_B = ToyModels(5, 5, seed=2), torch.tensor([1, 2, 3, 4]), torch.tensor([4, 9, 2, 7])
-    kinds = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(seed=3), Sampling(temperature=0.5)]
-    found = []
-    for some, noise in ((kinds, "coupled"), ([Sampling()] * 4, "coupled"), ([Sampling()] * 4, "none")):
-        roots = roots_of(world, start_B, root_B, GumbelNoise.from_sampling(some), some)
-        found.append(grow_dynamic(net_of(world, start_B), roots, DynamicTree(12, 4, 3, noise)))
-    for other in found[1:]:
-        for b in (0, 2):
-            assert torch.equal(found[0].tree.parents_BN[b], other.tree.parents_BN[b])
-            assert torch.equal(found[0].tokens_BN[b], other.tokens_BN[b])
-            assert torch.equal(found[0].log_q_BN[b], other.log_q_BN[b])
-    assert not torch.equal(found[0].tokens_BN[1], found[1].tokens_BN[1])
-
-
 @pytest.mark.slow
 def test_scores_are_the_processed_law() -> None:
     """Guards `log_q_BN`: log q of the row's own Sampling, whatever the children were ranked by."""
@@ -179,25 +160,3 @@ def test_bad_options(options: dict[str, object], words: str) -> None:
     """Guards the one clear line."""
     with pytest.raises(OptionError, match=words):
         build_options(DynamicTree, {name.removeprefix("tree."): value for name, value in options.items()})
-
-
-def test_bad_options_of_static_trees() -> None:
-    """Guards eagle1's own: names, and blocks of what is no sampled chain."""
-    with pytest.raises(OptionError, match="sampled"):
-        StaticTree(noise="samplde")
-    with pytest.raises(OptionError, match="block"):
-        Options(verification="blok")
-    method = Method.__new__(Method)
-    method.options = Options(tree=StaticTree("reference"), verification="block")
-    with pytest.raises(OptionError, match="chain"):
-        method.resolve_tree()
-    method.options = Options(tree=StaticTree("chain", "coupled"), verification="block")
-    with pytest.raises(OptionError, match="sampled"):
-        method.resolve_tree()
-
-
-def test_descriptions() -> None:
-    """Guards that ablations are seen in results."""
-    assert DynamicTree().describe() == {"kind": "dynamic", "nodes": 60, "depth": 8, "branch": 10, "noise": "coupled"}
-    unusual = {"rerank": False, "stop": 0.1, "confidence_temperature": 1}
-    assert DynamicTree(**unusual).describe().items() >= unusual.items()

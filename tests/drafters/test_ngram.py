@@ -1,7 +1,5 @@
 """Drafting from the text alone, against naive searches through it; and the sessions that keep the text."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -116,41 +114,6 @@ def test_suffix_proposes_a_tree_of_probabilities(text: list[int], nodes: int, de
         assert path[-1] in {text[i] for i in ends(text, [*text, *path[:-1]][-1:]) if i < len(text)}
 
 
-def test_longer_matches_propose_longer_continuations() -> None:
-    """Guards the adaptive length: after one matching token several short paths, after a long match one long path."""
-
-    def deepest(match: int) -> int:
-        known = list(range(100, 100 + match))
-        # what else followed its last token
-        others = [token for i in range(12) for token in (known[-1], 200 + i, 300 + i)]
-        text = [*others, *known, *range(400, 440), *known]
-        return max(map(len, paths(learnt(SuffixAutomaton(SuffixOptions(nodes=13, depth=12)), text).guesses())))
-
-    assert deepest(1) < deepest(8) == 12
-
-
-def test_shorter_matches_say_what_longer_ones_do_not() -> None:
-    """Guards the escape: what followed the longest match first, then what only followed shorter ones."""
-    text = [1, 2, 3, 9, 8, 2, 4, 9, 7, 2, 4, 5, 1, 2]
-    guesses = [guess for guess in learnt(SuffixAutomaton(SuffixOptions()), text).guesses() if guess.parent == 0]
-    assert [guess.token for guess in guesses] == [3, 4]
-
-
-def test_a_loop_goes_on() -> None:
-    """Guards the way past the end of the text: a text that repeats itself is proposed to the full depth."""
-    text = [1, 2, 3, 4] * 3 + [1, 2]
-    found = paths(learnt(SuffixAutomaton(SuffixOptions(nodes=13)), text).guesses())
-    assert found[-1] == (3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
-
-
-def test_escapes_are_learnt() -> None:
-    """Guards the estimate: where matches of one token were followed by new tokens, the next is trusted less."""
-    index = SuffixAutomaton(SuffixOptions())
-    before = index.rates.chance(1)
-    learnt(index, [token for i in range(20) for token in (1, 100 + i)])
-    assert index.rates.chance(1) < before
-
-
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.sampled_from(METHODS), texts, st.integers(0, 40), texts)
@@ -210,22 +173,6 @@ def test_a_chat_keeps_what_is_equal(name: str) -> None:
             tokens += [token for step in decoder.step() for token in step.tokens]
             check_texts(decoder)
         assert tokens == plain_decode(target.model, request)
-
-
-def test_padding_is_no_candidate() -> None:
-    """Guards fixed shapes: what is not guessed is padding below the root, in rows with guesses, without, or empty."""
-    target = Target(zoo.FAMILIES["llama"]())
-    decoder = Decoder(target, drafters.find("suffix")(target), rows=3)
-    for prompt in (tuple(range(zoo.VOCAB)), (9,)):  # whatever the first says, it stood there before
-        decoder.add(Request(prompt, 5))
-    drafts = [step.draft for _ in range(2) for step in decoder.step() if step.draft is not None]
-    for draft in drafts:
-        assert draft.tree.acceptable_BN[:, 0].all()
-        assert draft.tree.acceptable_BN[0].sum() > 1
-        assert draft.tree.acceptable_BN[2].sum() == 1
-        assert torch.equal(draft.log_q_BN.isfinite(), draft.tree.acceptable_BN)
-        assert (draft.tree.parents_BN[:, 1:][~draft.tree.acceptable_BN[:, 1:]] == 0).all()
-    assert drafts
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [

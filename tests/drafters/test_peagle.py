@@ -1,7 +1,5 @@
 """P-EAGLE, and EAGLE-3's net with several layers: transformers' layers, training against drafting, a short training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ import heads
 from eyas import checkpoints, drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
-from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import CheckpointError, OptionError
+from eyas.errors import CheckpointError
 from eyas.nn import Documents
 from eyas_train.own_outputs import in_parallel
 
@@ -110,30 +107,6 @@ def test_drafting_sees_the_whole_text(name: str, cycles: int, target: Target) ->
     # one pair is pending: the random head accepts nothing
     found = torch.cat([outputs[0][:1], outputs[0][len(outputs[0]) - masks :]])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_no_deeper_than_trained(target: Target) -> None:
-    """Guards levels for which the head was never trained."""
-    drafter = made("peagle", target, **{"head.levels": 2, "tree.depth": 6})
-    assert drafter.max_tree.depth == 2
-    assert drafter.chain(5).max_tree.depth == 2
-    decoder = Decoder(target, drafter)
-    decoder.add(Request((5, 6, 7), 8, Sampling()))
-    steps = [step for _ in range(3) for step in decoder.step()]
-    assert max(int(step.draft.tree.depth_BN.max()) for step in steps if step.draft is not None) == 2
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"head.levels": 0}, "head"),
-    ({"head.depth": 0}, "head"),
-    ({"head.mask_token": -1}, "head"),
-    ({"head.mask_token": 160}, "160 embeddings"),
-    ({"train.decay": 0}, "train.decay"),
-    ({"train.objective": "tokens"}, "train.objective"),
-])  # fmt: skip
-def test_impossible_options(options: dict[str, Any], message: str, target: Target) -> None:
-    with pytest.raises(OptionError, match=message):
-        made("peagle", target, **options)
 
 
 def test_heads_of_others(target: Target, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """RoPE that is scaled in a head: as transformers computes it, kernels and caches included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,12 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import zoo
 from eyas.blocks._net import BlockAttention
 from eyas.checkpoints import Weights
-from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.drafters._nets import load_tensors, saved_head
-from eyas.drafters.eagle1 import Method
 from eyas.nn import Attention, LayerShape, rope
-from reference import plain_decode, run
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -65,14 +60,3 @@ def test_scores_are_those_of_transformers(name: str, kind: type[Attention]) -> N
     saved = saved_head("", {}, loaded, target).tensors
     for name, value in named.items():
         torch.testing.assert_close(saved[name], value)
-
-
-@pytest.mark.slow
-def test_a_head_with_yarn_decodes() -> None:
-    """Guards the whole way of such a head, saved and loaded: the text is the target's."""
-    target = Target(zoo.tiny("llama"))
-    weights = Method.random(target).weights()
-    config = {**weights.config, "rope_scaling": {"rope_type": "yarn", **SCALINGS["yarn"]}}
-    drafter = Method.load(Weights(weights.method, config, weights.tensors, "memory"), target)
-    request = Request((5, 9, 100, 3), 20)
-    assert run(Decoder(target, drafter), [request])[0] == [plain_decode(target.model, request)]

@@ -1,7 +1,5 @@
 """Windows of the draft (SEAGLE): what is kept, what is read of a long prompt, and that nothing grows with the text."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -55,21 +53,6 @@ def test_trim_keeps_the_first_and_the_last_each_once_rotated_by_index(sink: int)
         torch.testing.assert_close(seen_values[row, :, : len(kept)].transpose(0, 1), values[row, kept])
 
 
-def trees(drafter: Drafter, request: Request) -> list[list[int]]:
-    drafts = [step.draft for step in run(Decoder(drafter.target, drafter), [request])[1]]
-    return [draft.tokens_BN[0].tolist() for draft in drafts if draft is not None]
-
-
-@pytest.mark.cover(method=1)
-@pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
-def test_until_the_window_is_full_nothing_changes(method: str, target: Target) -> None:
-    """The same trees as without a window: 30 tokens in one of 40; other trees in one of 6."""
-    plain, request = make(target, method), Request(prompt(14), 16)
-    wide, narrow = (make(target, method, **{"window.size": size}) for size in (40, 6))
-    assert trees(wide, request) == trees(plain, request)
-    assert trees(narrow, request) != trees(plain, request)
-
-
 @pytest.mark.cover
 @pytest.mark.parametrize("crop", ["halves", "last", "none"])
 @pytest.mark.parametrize("sink", [0, 3])
@@ -119,36 +102,6 @@ def test_what_is_read_of_a_long_prompt(chunk: int, target: Target) -> None:
         assert pairs_held(session_after(target, 10, crop, 4), target, 10) == list(range(9))  # a short one is read whole
 
 
-@pytest.mark.parametrize("crop", ["halves", "last"])
-def test_memory_does_not_grow_with_the_prompt(crop: str, target: Target) -> None:
-    """The same slots after 60 tokens as after 900."""
-    slots = {session_after(target, length, crop, 64).cache.slots for length in (60, 900)}
-    assert len(slots) == 1
-
-
-@pytest.mark.slow
-def test_a_chat_goes_on_within_the_window(target: Target) -> None:
-    """Later turns reuse the row: what was forgotten is read anew or done without, and ids stay those of the target."""
-    drafter = make(target, **{"window.size": 9, "window.sink": 2})
-    decoder, history = Decoder(target, drafter, reuse=True), list(prompt(20))
-    for turn in range(4):
-        request = Request(tuple(history), 6)
-        tokens, _ = run(decoder, [request])
-        assert tokens == [plain_decode(target.model, request)]
-        history = [*history, *tokens[0], *prompt(3 + 7 * turn, turn)] if turn != 2 else history[:12]
-
-
-def test_the_default_window_is_what_the_head_was_trained_on(target: Target) -> None:
-    drafter = make(target)
-    drafter.trained_length = 64
-    assert drafter.window() == (4, 64 - 4 - 4)
-    assert drafter.describe()["window"] == {"sink": 4, "size": 56, "crop": "halves"}
-    assert make(target, "eagle3").window() is None
-    drafter.trained_length = 8
-    with pytest.raises(OptionError, match=r"trained on 8 tokens, too few .* give --window\.size"):
-        drafter.open(1)
-
-
 def test_a_head_that_was_trained_with_a_window_keeps_it(target: Target) -> None:
     drafter = make(target, "eagle3")
     drafter.trained_window = 12
@@ -166,51 +119,3 @@ def test_a_head_that_was_trained_with_a_window_keeps_it(target: Target) -> None:
 def test_bad_windows(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(OptionError, match=message):
         make(target, **options)
-
-
-@pytest.mark.parametrize("method", ["eagle1", "eagle2", "eagle3"])
-def test_flags_without_a_window_are_refused(method: str, target: Target) -> None:
-    """They would do nothing. Defaults are no flags; seagle brings a window; a trained one has no sinks."""
-    kind = drafters.find(method)
-    own = {"head.layers": "0,1,2"} if method == "eagle3" else {}
-
-    def options(given: dict[str, Any], **more: Any) -> Any:
-        return build_options(kind.Options, {**more, **{f"window.{name}": value for name, value in given.items()}})
-
-    def random(**given: Any) -> Drafter:
-        return kind.random(target, options(given, **own))
-
-    def load(trained: int | None = None, **given: Any) -> Drafter:
-        head = random()
-        head.trained_window = trained  # type: ignore[attr-defined]
-        return kind.load(head.weights(), target, options(given))
-
-    for make_it in (load, random):
-        said = r"window\.sink: this draft has no window; give --window\.size too, or leave it out"
-        with pytest.raises(OptionError, match=said):
-            make_it(sink=2)
-        with pytest.raises(OptionError, match=r"window\.sink and window\.crop: this draft .* leave them out"):
-            make_it(sink=0, crop="last")
-        assert make_it(sink=4, crop="halves").window() is None
-        assert make_it(sink=2, crop="last", size=9).window() == (2, 9)
-    if method == "eagle3":
-        assert load(12, crop="last").window() == (0, 12)
-        said = r"window\.sink: this head was trained with a window of 12, without sinks; give"
-        with pytest.raises(OptionError, match=said):
-            load(12, sink=2)
-        assert make(target, "seagle", **{"window.sink": 2, "window.crop": "last"}).options.window.sink == 2
-
-
-def test_positions_never_leave_the_window(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far past the window no query is rotated beyond sink + size + the tree's depth + a cycle's catching up."""
-    drafter = make(target, **{"window.size": 10, "window.sink": 2})
-    seen: list[int] = []
-    forward = drafter.net.forward
-
-    def watch(hidden: Tensor, embeddings: Tensor, position: Tensor, *rest: Any) -> Tensor:
-        seen.append(int(position.max()))
-        return forward(hidden, embeddings, position, *rest)
-
-    monkeypatch.setattr(drafter.net, "forward", watch)
-    run(Decoder(target, drafter), [Request(prompt(200), 20)])
-    assert max(seen) < 2 + 10 + 2 * 4

@@ -1,13 +1,9 @@
 """Constraints at every node of a tree, with a toy: a trie of texts whose branches follow from the tokens before."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 import zoo
 from eyas import drafters, runners
@@ -18,7 +14,7 @@ from eyas.drafters._merge import Merged
 from eyas.errors import InputError
 from reference import Oracle, plain_decode, run
 from test_lossless import DRAWN, make
-from tries import EOS, LONGEST, VOCAB, Trie
+from tries import EOS, LONGEST, Trie
 from wishes import constraint_of, wished
 
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=5, presence_penalty=1.0, seed=4))
@@ -75,27 +71,6 @@ def test_paths_through_a_constraint_are_accepted() -> None:
     assert [tuple(t) for t in tokens] == list(answers()[:3])
 
 
-def test_a_constraint_is_asked_once_per_cycle() -> None:
-    """Guards the cost of verification: one walk for a whole tree."""
-    trie = Trie()
-    asked = wished((5, 9, 100, 3), 20, eos=frozenset({EOS}), constraint=trie)
-    _, steps = run(Decoder(target(), make("suffix", target())), [asked])
-    assert trie.masks == len(steps)
-
-
-def sees_few(ids: Tensor, scores: Tensor) -> Tensor:
-    assert (scores > -torch.inf).sum() <= 10, "the mask comes before the processors"
-    return scores
-
-
-@pytest.mark.slow
-def test_processors_see_masked_scores() -> None:
-    """Guards the order where a request has both."""
-    for name in ("vanilla", "eagle2"):
-        asked = wished((5, 9, 100, 3), 20, SAMPLINGS[1], frozenset({EOS}), processors=(sees_few,), constraint=Trie())
-        assert run(Decoder(target(), make(name, target())), [asked])[0] == [list(answers()[1])]
-
-
 class Broken(Trie):
     """A trie that fails in one of its methods, after two tokens."""
 
@@ -132,29 +107,3 @@ def test_a_constraint_that_fails_fails_alone(fault: str, name: str) -> None:
     assert list(errors) == [tickets[1]]
     assert errors[tickets[1]].startswith(message)
     assert [tuple(tokens[tickets[i]]) for i in (0, 2, 3)] == [answers()[7], answers()[1], answers()[8]]
-
-
-@pytest.mark.slow
-def test_nothing_left_is_said_only_where_it_matters() -> None:
-    """Guards dead ends: the text's own fails the request; one at a node that is not taken fails nothing."""
-    eos = frozenset({EOS})
-
-    class DeadEnd(Trie):
-        def children(self, text: tuple[int, ...]) -> list[int]:
-            dead = len(text) >= 2 and text != answers()[1][: len(text)]
-            return [EOS] if dead and len(text) == 2 else super().children(text)
-
-        def mask(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-            mask_NV = super().mask(parents, tokens)
-            return mask_NV.where(mask_NV.sum(-1, keepdim=True) > 1, mask_NV & (torch.arange(VOCAB) != EOS))
-
-    for name in ("vanilla", "eagle2", "lookahead"):
-        drafter = make(name, target())
-        good = wished((5, 9, 100, 3), 6, SAMPLINGS[1], eos, constraint=DeadEnd())
-        assert run(Decoder(target(), drafter), [good])[0] == [list(answers()[1][:6])]
-        for bad in (
-            wished((5, 9, 100, 3), 20, Sampling(1.0, seed=8), eos, constraint=DeadEnd()),
-            wished((5, 9, 100, 3), 20, SAMPLINGS[1], eos, min_tokens=15, constraint=Trie()),
-        ):
-            with pytest.raises(InputError, match="no token may come next"):
-                run(Decoder(target(), drafter), [bad])

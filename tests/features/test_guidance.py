@@ -1,7 +1,5 @@
 """Processors over trees: only prefixes that decoding reaches, and one clear error for one that returns no scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +10,11 @@ from transformers import PrefixConstrainedLogitsProcessor
 
 import zoo
 from eyas import drafters
-from eyas.arguments import request_features
 from eyas.core.engine import Decoder
-from eyas.core.requests import Request, RequestFeature, check_request
+from eyas.core.requests import Request, check_request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import InputError, OptionError
+from eyas.errors import InputError
 from eyas.features import Guidance, Traced
 from reference import run
 from test_lossless import DRAWN, make
@@ -84,14 +81,6 @@ def test_a_trie_sees_only_prefixes_that_can_happen(target: Target, method: str, 
     assert all(tuple(tokens[0][:n]) in seen for n in range(len(tokens[0])))
 
 
-def test_greedy_rows_process_the_accepted_path_alone(target: Target) -> None:
-    """Guards the cost: in a greedy row all processor calls but a cycle's last lead to tokens of the text."""
-    seen = set[tuple[int, ...]]()
-    request = wished(PROMPT, LONGEST, eos=frozenset({EOS}), processors=(trie(LONGEST, seen),))
-    tokens, _ = run(Decoder(target, make("eagle2", target)), [request])
-    assert seen == {tuple(tokens[0][:n]) for n in range(len(tokens[0]))}
-
-
 def nothing(ids: Tensor, scores: Tensor) -> Any:
     return None
 
@@ -136,15 +125,6 @@ def test_bad_scores_name_the_processor(target: Target, processor: Callable[..., 
         run(Decoder(target, make("eagle2", target)), [request])
 
 
-def test_greedy_rows_may_force_a_token_by_inf(target: Target) -> None:
-    """Guards a habit that transformers allows: +inf at the token to be taken."""
-
-    def forces(ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.zeros_like(scores).index_fill(1, torch.tensor([7]), torch.inf)
-
-    assert run(Decoder(target, make("eagle2", target)), [wished(PROMPT, 4, processors=(forces,))])[0] == [[7] * 4]
-
-
 @pytest.mark.slow
 def test_a_processor_that_writes_into_its_scores_changes_nothing_else(target: Target) -> None:
     """Guards the logits that the drafter reads after the cycle: lookahead drafts from them."""
@@ -161,15 +141,6 @@ def test_a_processor_that_writes_into_its_scores_changes_nothing_else(target: Ta
         tokens, steps = run(Decoder(target, make("lookahead", target)), [wished(PROMPT, 20, processors=(processor,))])
         paths.append((tokens, [step.path for step in steps]))
     assert paths[0] == paths[1]
-
-
-def test_one_or_several_features() -> None:
-    one = Traced()
-    for given, found in ((one, (one,)), ([one, one], (one, one)), ((), ())):
-        assert request_features(given) == found
-    for wrong in ("recall", RequestFeature, 3, [Traced], None):
-        with pytest.raises(OptionError, match="features are objects of subclasses"):
-            request_features(wrong)  # type: ignore[arg-type]
 
 
 def test_two_features_with_scores_are_refused() -> None:

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens and prompts, and traces, against a forward of the model over the whole text."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from functools import cache, partial
@@ -12,15 +10,12 @@ import torch
 from torch import Tensor
 
 import zoo
-from eyas import drafters, kernels, runners
+from eyas import drafters, runners
 from eyas.core.engine import Decoder, Request, Step
-from eyas.core.logprobs import TokenLogprobs, width_for
+from eyas.core.logprobs import TokenLogprobs
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.drafters._merge import Merged
-from eyas_gpu.graphs import GraphRunner
-from eyas_gpu.recording import CycleReplay
-from fake_graphs import captured_without_gpu
 from reference import Oracle, plain_decode, run
 from test_lossless import make
 from wishes import logprobs_of, wished
@@ -116,44 +111,6 @@ def test_on_long_paths() -> None:
         check(collected(steps, 1), new, by_the_model([*prompt(9), *new])[8:-1], 2)
 
 
-def test_nothing_is_computed_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the speed of all other requests."""
-    monkeypatch.setattr("eyas.core.cycle.path_logprobs", lambda *args: pytest.fail("nobody asked"))
-    _, steps = run(Decoder(target(), make("eagle2", target())), [Request(prompt(5), 9)])
-    assert all(not step.extra for step in steps)
-
-
-def test_few_widths() -> None:
-    """Guards the number of recordings: a few widths serve all counts, none wider than the vocabulary."""
-    assert {width_for([count], 1000) for count in range(21)} == {0, 1, 5, 20}
-    assert [width_for([count], 1000) for count in (21, 400, 999)] == [32, 512, 1000]
-    assert (width_for([6], 7), width_for([None, 2, None], 1000), width_for([None], 1000)) == (7, 5, None)
-
-
-def recorded_target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    """The model with recorded cycles."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    plain = Target(target().model)
-    return plain.run_with(GraphRunner(plain, captured_without_gpu))
-
-
-@pytest.mark.cover(name=1)
-@pytest.mark.quick("suffix")
-@pytest.mark.parametrize("name", ["vanilla", "eagle2", "suffix"])
-def test_recorded_cycles_stay_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards replays: with, without, and other widths are recordings of their own; numbers are right."""
-    recorded = recorded_target(monkeypatch)
-    decoder = Decoder(recorded, make(name, recorded))
-    for count in (None, 2, 4, None, 12):
-        request = wished(prompt(9), 14, LAWS[0], logprobs=count)
-        (new,), steps = run(decoder, [request])
-        assert new == plain_decode(target().model, request)
-        if count is not None:
-            check(collected(steps, steps[0].request_id), new, by_the_model([*prompt(9), *new])[8:-1], count)
-    assert isinstance(decoder.cycle_runner, CycleReplay)
-    assert {key[-1] for key in decoder.cycle_runner.recorder._recorded} == {None, 5, 20}
-
-
 @pytest.mark.quick("None-kernels")
 @pytest.mark.parametrize("by_kernels", [False, True], ids=["model", "kernels"])
 @pytest.mark.parametrize("budget", [None, 5])
@@ -178,15 +135,6 @@ def check_prompt(request: Request, entries: Any) -> None:
     assert entries[0] is None
     logp_TV = by_the_model(list(request.prompt))[:-1]
     check(list(entries[1:]), list(request.prompt[1:]), logp_TV, logprobs_of(request).prompt)
-
-
-def test_prompts_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the memory: one chunk's logits at a time, and a slice of their log-softmax."""
-    monkeypatch.setattr("eyas.core.target.PREFILL_CHUNK", 32)
-    monkeypatch.setattr("eyas.features.logprobs.PROMPT_TOKENS_AT_A_TIME", 7)
-    request = wished(prompt(100), 1, prompt_logprobs=1)
-    (_,), steps = run(Decoder(target(), make("vanilla", target())), [request])
-    check_prompt(request, steps[0].extra["prompt_logprobs"])
 
 
 @pytest.mark.cover
@@ -228,15 +176,3 @@ def test_traces(name: str, law: Sampling) -> None:
         text += step.tokens
     assert "length" in ended
     assert len(ended) > 1
-
-
-@pytest.mark.slow
-def test_a_traced_row_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the trace's scores, which a recording does not keep; without a trace it is recorded again."""
-    recorded = recorded_target(monkeypatch)
-    decoder = Decoder(recorded, make("eagle2", recorded))
-    assert isinstance(decoder.cycle_runner, CycleReplay)
-    for trace in (True, False):
-        request = wished(prompt(9), 8, trace=trace)
-        assert run(decoder, [request])[0] == [plain_decode(target().model, request)]
-        assert len(decoder.cycle_runner.recorder._recorded) == (not trace)

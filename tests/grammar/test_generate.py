@@ -1,7 +1,5 @@
 """Structured output through `LLM` and the engine: plain decoding's ids under the same masks, for every method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +8,6 @@ from typing import Any
 import jsonschema
 import pytest
 import regex
-from torch import Tensor
 
 import eyas
 import zoo
@@ -86,14 +83,6 @@ def test_every_method(name: str, rows: int) -> None:
             assert follower.finished
 
 
-@pytest.mark.slow
-def test_plain_decoding_ends_some_texts() -> None:
-    """Guards this file: some texts end where nothing may follow, and some are cut by their length."""
-    lengths = [len(plain(number)) for number in range(6)]
-    assert min(lengths) < MOST
-    assert max(lengths) == MOST
-
-
 @cache
 def embedded() -> eyas.LLM:
     if not (tiny.FOLDER / tiny.PACKED).exists():
@@ -127,42 +116,6 @@ def test_other_structures_of_the_embedded_model() -> None:
     assert {result.text for result in several} <= {"left", "right"}
     samples = llm.generate(prompt, n=3, temperature=1.0, regex="[a-z]{4}")
     assert all(regex.fullmatch("[a-z]{4}", result.text) for result in samples)
-
-
-@pytest.mark.parametrize("asked", [
-    {"choice": ["What a day 😀", "What a night"], "min_tokens": 30},
-    {"regex": "(What|Which) (day|time)!", "min_tokens": 30, "ignore_eos": True},
-    {"stop": "time", "min_tokens": 1},
-    {"stop": ["o you", "zzz"], "temperature": 1.0, "seed": 1},
-])  # fmt: skip
-def test_processors_are_shown_nothing_behind_the_end(asked: dict[str, Any]) -> None:
-    """Guards ends that only the text tells, with drafts behind them: processors see what they see without."""
-    llm, prompt = embedded(), "I want to book a table for two in San Jose tonight."
-    start, free = len(llm.ids(prompt)), llm.generate(prompt, max_new_tokens=40)
-    texts = list[set[str]]()
-    predictions = (list(free.token_ids), "What a day 😀😀 What time!! do")
-    for more in ({"drafting": "off"}, *({"prediction": prediction} for prediction in predictions)):
-        seen = set[str]()
-
-        def sees(ids: Tensor, scores: Tensor, seen: set[str] = seen) -> Tensor:
-            seen.add(llm.tokenizer.decode(ids[0, start:]))  # type: ignore[union-attr]
-            return scores
-
-        result = llm.generate(prompt, max_new_tokens=40, logits_processor=[sees], **asked, **more)
-        texts.append(seen)
-        if len(texts) == 1:
-            plain = result
-        assert (result.token_ids, result.finish_reason) == (plain.token_ids, plain.finish_reason)
-    further = set.union(*texts[1:]) - texts[0]
-    assert texts[0]
-    assert not [text for text in further if text.startswith(plain.text) and text != plain.text]
-
-
-@pytest.mark.slow
-def test_a_chat_keeps_its_structure() -> None:
-    """Guards against a constraint that is used up by the first turn."""
-    chat = embedded().chat(choice=["yes", "no"])
-    assert [chat.send(text).text in ("yes", "no") for text in ("Is it sunny?", "Is it warm?")] == [True, True]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A tiny model whose greedy text repeats itself, so that drafts are accepted, and a padded batch of prompts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,11 +1,6 @@
 """`custom_generate=eyas.hf(...)`: whatever generate is asked for, it returns and tells what it does without eyas."""
 
-from __future__ import annotations
-
-import inspect
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,17 +8,10 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    BertConfig,
-    BertLMHeadModel,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
@@ -31,7 +19,6 @@ import eyas
 import zoo
 from eyas.core.target import Target
 from eyas.errors import EyasError
-from eyas.targets.media import describes_media
 from hooks.conftest import PAD, padded
 from reference import Oracle
 from toy_tokenizer import VOCAB, byte_tokenizer
@@ -54,12 +41,6 @@ def by_eyas(**options: Any) -> Any:
     return eyas.hf("suffix", tree="fixed", **options)
 
 
-def agree(model: PreTrainedModel, *given: Any, custom: Any = None, **asked: Any) -> None:
-    """The ids by eyas are those of transformers."""
-    expected = model.generate(*given, **asked)
-    assert torch.equal(model.generate(*given, **asked, custom_generate=custom or by_eyas()), expected), asked
-
-
 @pytest.mark.cover(family=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_of_five_families(family: str) -> None:
@@ -73,16 +54,6 @@ def test_greedy_ids_of_five_families(family: str) -> None:
         custom = eyas.hf(Oracle(Target(model), answers), batch_size=3 if family == "llama" else None)
         assert torch.equal(model.generate(**batch, **asked, custom_generate=custom), expected), settings
         assert all(sum(stats.accepted_lengths) > 3 for stats in custom.stats), "too little was drafted to show anything"
-
-
-@pytest.mark.slow
-def test_lengths_and_defaults_of_the_model(model: PreTrainedModel) -> None:
-    """The model's own generation config holds; 20 new tokens without a length; max_length counts padding."""
-    model.generation_config = GenerationConfig(repetition_penalty=1.4, eos_token_id=[17, 18], pad_token_id=PAD)
-    short = GenerationConfig(max_new_tokens=5, min_new_tokens=9)
-    for asked in ({}, {"max_length": 15}, {"generation_config": short}, {"max_new_tokens": 1}):
-        agree(model, **padded(), **asked)
-    agree(model, torch.tensor([[PAD, PAD, 7, 8]]))  # no mask: it follows from the padding, as generate finds it
 
 
 class Recorder(BaseStreamer):
@@ -157,50 +128,6 @@ def test_stop_strings(model: PreTrainedModel) -> None:
         eyas.hf(stop_strings=strings)
 
 
-@pytest.mark.parametrize("eos", [-1, [-1, VOCAB + 200], [3, -1]])
-def test_an_end_that_is_no_token(model: PreTrainedModel, eos: Any) -> None:
-    """Guards transformers' -1 for "no end", which banned the last token until min_new_tokens."""
-    batch = {name: value[:1] for name, value in padded().items()}
-    likes_last = {"sequence_bias": [[[model.config.vocab_size - 1], 30.0]]}
-    asked = {"max_new_tokens": 9, "min_new_tokens": 7, "do_sample": False, "pad_token_id": PAD, **likes_last}
-    expected = model.generate(**batch, eos_token_id=eos, **asked)
-    assert (expected[0, 9:] == model.config.vocab_size - 1).all()
-    assert torch.equal(model.generate(**batch, eos_token_id=eos, **asked, custom_generate=by_eyas()), expected)
-    llm = eyas.load(model, method="suffix", tree="fixed")
-    bias = {model.config.vocab_size - 1: 100.0}
-    prompt = batch["input_ids"][0][batch["attention_mask"][0].bool()]
-    result = llm.generate(prompt, logit_bias=bias, max_new_tokens=9, min_tokens=7, stop_token_ids=[-1])
-    assert result.token_ids == (model.config.vocab_size - 1,) * 9
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_processors_that_know_no_text_behind_a_criterion(model: PreTrainedModel, rows: int) -> None:
-    """Guards what is decoded beyond a criterion's end: a processor that fails there failed the call with drafts."""
-    batch = {name: value[:rows] for name, value in padded().items()}
-    expected = model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
-    prompts = [row[mask.bool()] for row, mask in zip(*batch.values(), strict=True)]
-    texts = [model.generate(prompt[None], max_new_tokens=16)[0, len(prompt) :].tolist() for prompt in prompts]
-    oracle = {tuple(prompt.tolist()): text for prompt, text in zip(prompts, texts, strict=True)}
-
-    def decode(length: int) -> Tensor:
-        def fails_behind(ids: Tensor, scores: Tensor) -> Tensor:
-            if ids.shape[1] - 9 >= length:
-                raise KeyError("no such text")
-            return scores
-
-        asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": VOCAB - 1}
-        asked["logits_processor"] = LogitsProcessorList([fails_behind])
-        asked["stopping_criteria"] = StoppingCriteriaList([Recording([6] * rows)])
-        custom = eyas.hf(Oracle(Target(model), oracle))
-        made = model.generate(**batch, **asked, custom_generate=custom)
-        assert sum(sum(stats.accepted_lengths) for stats in custom.stats) > 3
-        return made
-
-    assert torch.equal(decode(6), expected)
-    with pytest.raises(EyasError, match="no such text"):
-        decode(5)
-
-
 @pytest.mark.quick("settings2")
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, SETTINGS[2]])
 def test_scores_and_logits(model: PreTrainedModel, settings: dict[str, Any]) -> None:
@@ -273,13 +200,6 @@ def test_seeds_come_from_torch(model: PreTrainedModel) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_prompt_of_several_answers_is_read_once(model: PreTrainedModel) -> None:
-    custom, prompt = by_eyas(), padded()["input_ids"][:1]
-    model.generate(prompt, do_sample=True, num_return_sequences=3, max_new_tokens=2, custom_generate=custom)
-    cached = [stats.cached_tokens for stats in custom.stats]
-    assert cached == [0, 8, 8], "all but the last token, whose logits are wanted"
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
@@ -333,35 +253,6 @@ def test_inputs_that_every_forward_reads_are_refused(case: str) -> None:
             llm.generate(prompt, max_new_tokens=3)
 
 
-@pytest.mark.slow
-def test_every_input_of_a_forward_is_known() -> None:
-    """An image's inputs go by names: none that generate hands to every forward may be among them."""
-    kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.values()]
-    listed = [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
-    names = {name for kind in listed for name in inspect.signature(kind.forward).parameters}
-    assert {"pixel_values", "encoder_hidden_states", "cross_attention_mask"} <= names, "the list is read"
-    taken = {name for name in names if describes_media(name, None)}
-    assert {"pixel_values", "image_grid_thw", "audio_input_features", "spatial_shapes", "token_type_ids"} <= taken
-    encoded = {"mm_encoder_outputs", "image_encoder_embeddings"}  # images that somebody has encoded already
-    words = ("encoder", "cross", "decoder", "lang", "shape_ids", "task", "embeds", "cache", "state", "past", "mems",
-             "key")  # fmt: skip
-    found = {name for name in taken - encoded for word in words if word in name and not name.startswith("image_embeds")}
-    assert not found
-
-
-def test_types_of_token_that_change_nothing() -> None:
-    """BERT takes type 0 for every token anyway, and its tokenizers write it: no reason to refuse."""
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
-    torch.manual_seed(0)
-    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=VOCAB, is_decoder=True, pad_token_id=PAD)).eval()
-    asked = {"inputs": padded()["input_ids"][:1], "max_new_tokens": 6, "do_sample": False}
-    asked["attention_mask"] = torch.ones(1, 9)
-    types = torch.zeros(1, 9, dtype=torch.long)
-    agree(model, **asked, token_type_ids=types)
-    with pytest.raises(EyasError, match=r"^token_type_ids is not served"):
-        model.generate(**asked, token_type_ids=types + 1, custom_generate=by_eyas())
-
-
 def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> None:
     """transformers drops an assistant_model without a word; dropout would change every text."""
     ids, custom = padded()["input_ids"][:1], by_eyas()
@@ -377,56 +268,3 @@ def test_assistants_and_training_mode_are_refused(model: PreTrainedModel) -> Non
     for wrong, words in ((eyas.hf, "with its parentheses"), (eyas.hf(no_such=3), "no_such")):
         with pytest.raises(EyasError, match=words):
             model.generate(torch.tensor([[3]]), custom_generate=wrong)
-
-
-@pytest.mark.slow
-def test_threads_take_turns(model: PreTrainedModel) -> None:
-    """Two calls for one model at a time, and a streamer that is read elsewhere."""
-    tokenizer, custom = byte_tokenizer(), by_eyas()
-    prompts = [row[None] for row in padded()["input_ids"]]
-    asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD}
-    expected = [model.generate(prompt, **asked) for prompt in prompts]
-    streamer = TextIteratorStreamer(tokenizer, timeout=600)
-    short = {"max_new_tokens": 8, "streamer": streamer, "custom_generate": custom}
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(model.generate, prompt, **asked, custom_generate=custom) for prompt in prompts]
-        pool.submit(model.generate, prompts[0], **short)
-        told = "".join(streamer)
-    assert all(torch.equal(one.result(), plain) for one, plain in zip(answers, expected, strict=True))
-    assert told == tokenizer.decode(torch.cat([prompts[0][0], expected[0][0, 9:17]]))
-
-
-@pytest.mark.slow
-def test_a_call_waits_for_the_one_before(model: PreTrainedModel) -> None:
-    """Hooks on the model's layers read features: those of a forward of another call would be read, too."""
-    ids, told = padded()["input_ids"][:1], list[str]()
-
-    class Told(Recorder):
-        def __init__(self, name: str, second: threading.Thread | None = None) -> None:
-            super().__init__()
-            self.name, self.second = name, second
-
-        def put(self, value: Tensor) -> None:
-            told.append(self.name)
-            if self.second is not None and not self.second.ident:
-                self.second.start()
-                self.second.join(0.3)  # it could run to its end meanwhile
-
-    later = {"inputs": ids, "max_new_tokens": 4, "custom_generate": by_eyas(streamer=Told("second"))}
-    second = threading.Thread(target=model.generate, kwargs=later)
-    model.generate(ids, max_new_tokens=4, custom_generate=by_eyas(streamer=Told("first", second)))
-    second.join()
-    assert told == ["first"] * 5 + ["second"] * 5
-
-
-def test_contexts_and_dtypes(model: PreTrainedModel) -> None:
-    """Results are ordinary tensors inside and outside of inference_mode; half precision and int32 ids work."""
-    ids = padded()["input_ids"][:1]
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
-    with torch.inference_mode():
-        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, custom_generate=by_eyas()), expected)
-    made = model.generate(ids, max_new_tokens=6, do_sample=False, custom_generate=by_eyas())
-    assert not made.is_inference()
-    assert made.dtype == ids.dtype
-    half = zoo.tiny("llama", vocab_size=VOCAB, seed=4).to(torch.bfloat16)
-    assert half.generate(ids, max_new_tokens=6, custom_generate=by_eyas()).shape == (1, 15)

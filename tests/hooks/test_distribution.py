@@ -1,7 +1,5 @@
 """The engine's scores for a list of processors are those of the list itself, in any order and on any text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,6 +1,5 @@
 """docs/guide/transformers.md is true: its code runs as it stands."""
 
-from __future__ import annotations
 
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ be installed. llama.cpp is compiled, which takes long: LLAMA_CPP names a folder 
 whose build is there too. An engine is a process that knows nothing of eyas but the folders.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 """Classes of z-lab's package and of the speculators library compute our logits for block heads, in every setting that
 is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

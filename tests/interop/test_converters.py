@@ -5,8 +5,6 @@ llama.cpp is compiled, which takes long: LLAMA_CPP names its sources, LLAMA_CPP_
 (default: `build` in them).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 The converter is Python, so the sources are enough: LLAMA_CPP names them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """eyas behind the ingress of `ray.serve.llm`, which needs a package of vLLM or SGLang."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

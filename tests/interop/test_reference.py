@@ -1,8 +1,6 @@
 """SafeAILab's own EAGLE-1 code (their package eagle-llm) runs our EAGLE-1 head: equal texts, and
 drafts that are accepted."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The speculators library's own EAGLE-3, P-EAGLE and MTP classes compute our logits, in every setting that an export has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Other engines over the conformance vectors (packages/draft-vectors): equal texts, and as many drafts accepted in each
 cycle as in eyas; or the fault that the runner names."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Loading proves little: vLLM leaves tensors that it does not find as they are, an
 computes something else only makes it slow.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

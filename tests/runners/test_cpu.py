@@ -1,10 +1,6 @@
 """The target by compiled kernels: the model's own numbers, the same bits in every shape of pass,
 and losslessness over every method."""
 
-from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,12 +17,9 @@ from eyas.core.sampling import Sampling
 from eyas.core.target import Target
 from eyas.core.tree import Tree
 from eyas.errors import OptionError
-from eyas.nn import LayerShape
 from eyas.runners import UnsuitedError
-from eyas.runners._cpu_net import CpuLayer
 from eyas.runners._decoders import FAMILIES
 from eyas.runners.cpu import CpuRunner, make_cpu_runner
-from eyas.runners.cpu_ops import CpuOps
 from eyas.targets.media import round_states
 from reference import plain_decode, run
 from test_lossless import DRAWN, OPTIONS
@@ -176,19 +169,6 @@ def test_the_models_own_numbers(family: str) -> None:
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=largest)
 
 
-@pytest.mark.quick("1", "3")
-@pytest.mark.parametrize("context", [1, 2, 3, 7, 8, 9, 12])
-def test_short_contexts(context: int) -> None:
-    """Bug: a target with a context of 8 or less was an AssertionError with the kernels."""
-    net = zoo.tiny("llama", **SIZES, max_position_embeddings=context)
-    target = Target(net).run_with(make_cpu_runner(Target(net)))
-    assert target.runner.name == "kernels"
-    if context > 1:
-        request = Request(tuple(ids(1)), context - 1, Sampling())
-        kind = drafters.find("eagle2")
-        assert run(Decoder(target, kind.random(target, seed=1), 1), [request])[0][0] == list(plain_decode(net, request))
-
-
 @pytest.mark.parametrize("family", EVERY)
 def test_a_tree_has_plain_decodings_bits(family: str) -> None:
     """Guards the promise beyond float32's: the logits of every node of a tree, in a batch of rows
@@ -275,20 +255,6 @@ def test_methods_with_sinks_experts_scaled_queries_and_shared_keys(family: str) 
         drafter = kind.random(target, build_options(kind.Options, OPTIONS.get(name, {})), seed=1)
         assert run(Decoder(target, drafter, 4), requests)[0] == told
         assert run(Decoder(target, drafter, 1), requests[-1:])[0] == told[-1:]
-
-
-def test_layers_of_gpt_oss_that_were_edited() -> None:
-    """Guards gates that are clamped elsewhere, which few texts would show, sinks of fewer heads, and experts without biases."""
-    for edit, reason in (
-        (lambda layer: setattr(layer.mlp.experts, "limit", 5.0), "layer 1 is pruned or edited"),
-        (lambda layer: setattr(layer.self_attn, "sinks", Parameter(torch.zeros(3))), "layer 1 .* number of sinks"),
-        (lambda layer: delattr(layer.mlp.experts, "down_proj_bias"), "layer 1 is pruned or edited"),
-    ):
-        edited = zoo.tiny("gpt_oss", **SIZES | MORE["gpt_oss"])
-        target = Target(edited)
-        edit(edited.model.layers[1])
-        with pytest.raises(UnsuitedError, match=reason):
-            make_cpu_runner(target)
 
 
 def test_layers_of_gemma_4_that_were_edited() -> None:
@@ -418,13 +384,6 @@ def test_what_does_not_suit_is_left_to_the_model() -> None:
         runners.with_fastest_runner(target, "yes")
 
 
-def test_norms_of_queries_are_left_to_torch() -> None:
-    """Guards draft layers with norms of queries and keys (EAGLE-3 heads of DeepSpec), which the kernels would leave out."""
-    plain = LayerShape(64, 96, 2, 2, kernels.HEAD_DIMS[0])
-    assert CpuLayer.suits(plain)
-    assert not CpuLayer.suits(replace(plain, qk_norm=True))
-
-
 def test_other_numbers_are_noticed() -> None:
     """Guards against a model that calls itself llama and computes something else: the comparison
     must refuse it."""
@@ -432,18 +391,6 @@ def test_other_numbers_are_noticed() -> None:
     changed.model.layers[1].mlp.act_fn = torch.nn.GELU()
     with pytest.raises(UnsuitedError, match="gives other numbers"):
         make_cpu_runner(Target(changed))
-
-
-@pytest.mark.slow
-def test_python_threads_may_share_a_target() -> None:
-    """Guards the room that a pass works in: a call of the kernels lets other Python threads run,
-    and two of them decode with one runner and one head. A race would show in most runs."""
-    target, kind = with_cpu_kernels("llama"), drafters.find("eagle2")
-    drafter = kind.random(target, build_options(kind.Options, OPTIONS["eagle2"]), seed=1)
-    requests = [Request(tuple(ids(n, n)), 40, Sampling()) for n in range(20, 28)]
-    alone = [run(Decoder(target, drafter, 1), [r])[0][0] for r in requests]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda r: run(Decoder(target, drafter, 1), [r])[0][0], requests)) == alone
 
 
 @pytest.mark.cover
@@ -515,45 +462,25 @@ def test_rounded_numbers_are_refused_where_there_are_none(monkeypatch: pytest.Mo
     """Guards the one line that says why: no kernels, wider weights, a CPU without the instructions,
     another word."""
     target = Target(model("llama"))
-    with pytest.raises(OptionError, match="family deepseek_v3"):
-        runners.with_fastest_runner(Target(zoo.FAMILIES["deepseek_v3"]()), weights="int8")
-    with pytest.raises(OptionError, match="remove kernels='off'"):
-        runners.with_fastest_runner(target, "off", activations="int8")
-    with pytest.raises(OptionError, match="unknown weights"):
-        runners.with_fastest_runner(target, weights="int2")
-    with pytest.raises(OptionError, match="kv bfloat16 are for the compiled kernels: remove kernels='off'"):
-        runners.with_fastest_runner(target, "off", weights="int8", kv="bfloat16")
+    every, none = (
+        dict.fromkeys(("has_dots", "has_avx512_bf16"), True),
+        dict.fromkeys(("has_dots", "has_avx512_bf16"), False),
+    )
+    for has, asked, message in (
+        ({}, {"weights": "int2"}, "unknown weights"),
+        ({}, {"kernels": "off", "activations": "int8"}, "remove kernels='off'"),
+        ({}, {"kernels": "off", "draft_weights": "int4"}, "draft weights int4 need compiled kernels"),
+        (every, {"activations": "int8"}, r"activations int8 are for .* kept as float32: take weights int8$"),
+        (every, {"weights": "int8", "activations": "bfloat16"}, "kept as int8: take weights bfloat16"),
+        (none, {"weights": "bfloat16", "activations": "bfloat16"}, "no bfloat16 dot-product instructions"),
+        (none, {"weights": "int4"}, "no integer dot products for this CPU"),
+    ):
+        for name, value in has.items():
+            monkeypatch.setattr(kernels, name, lambda value=value: value)
+        with pytest.raises(OptionError, match=message):
+            runners.with_fastest_runner(target, **asked)
     with pytest.raises(OptionError, match=r"kv bfloat16 are for .* none for this model: .* family jamba"):
         runners.with_fastest_runner(Target(zoo.HYBRIDS["jamba"]()), kv="bfloat16")
-    with pytest.raises(OptionError, match="unknown kv"):
-        runners.with_fastest_runner(target, kv="int4")
-    with pytest.raises(OptionError, match="unknown activations"):
-        runners.with_fastest_runner(target, activations="int4")
-    monkeypatch.setattr(kernels, "has_dots", lambda: True)
-    with pytest.raises(OptionError, match=r"activations int8 are for .* these are kept as float32: take weights int8$"):
-        runners.with_fastest_runner(target, activations="int8")
-    with pytest.raises(
-        OptionError,
-        match=r"activations int8 are for .* these are kept as bfloat16: take weights int8, or activations bfloat16$",
-    ):
-        runners.with_fastest_runner(target, weights="bfloat16", activations="int8")
-    monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: True)
-    for weights, kept in (("exact", "float32"), ("int8", "int8"), ("int4", "int4")):
-        with pytest.raises(
-            OptionError, match=rf"activations bfloat16 are for .* these are kept as {kept}: take weights bfloat16"
-        ):
-            runners.with_fastest_runner(target, weights=weights, activations="bfloat16")
-    monkeypatch.setattr(kernels, "has_avx512_bf16", lambda: False)
-    with pytest.raises(OptionError, match="no bfloat16 dot-product instructions"):
-        runners.with_fastest_runner(target, weights="bfloat16", activations="bfloat16")
-    monkeypatch.setattr(kernels, "has_dots", lambda: False)
-    with pytest.raises(OptionError, match="no integer dot products for this CPU"):
-        runners.with_fastest_runner(target, activations="int8")
-    with pytest.raises(OptionError, match="no integer dot products for this CPU"):
-        runners.with_fastest_runner(target, weights="int4")
-    with pytest.raises(OptionError, match="draft weights int4 need compiled kernels"):
-        runners.with_fastest_runner(target, "off", draft_weights="int4")
-    assert runners.with_fastest_runner(target, "off", draft_weights="exact").draft_weights == "auto"  # its earlier name
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -566,29 +493,3 @@ def test_the_model_stays_as_it_was() -> None:
     assert torch.equal(own(x).logits, said)
     assert before.keys() == own.state_dict().keys()
     assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
-
-
-@pytest.mark.quick("exit:2")
-@pytest.mark.parametrize("skip", ["0m", "2m", "0a", "1a,2m", "0", "exit:2"])
-def test_drafts_that_leave_parts_of_layers_out(skip: str) -> None:
-    """Guards self-speculation on a target that runs by kernels: a view whose layer has no MLP once
-    ended in an AttributeError, also where `--skip auto` had chosen it. Views of whole layers run by
-    kernels, others by the model's own forward; the text is plain decoding's."""
-    target = with_cpu_kernels("llama")
-    kind = drafters.find("self_speculative")
-    drafter = kind.load(None, target, build_options(kind.Options, {"skip": skip, "depth": 3}))
-    assert (drafter.draft_model.runner.name == "kernels") == (skip in ("0", "exit:2"))
-    request = Request(tuple(ids(30)), 16)
-    assert run(Decoder(target, drafter), [request])[0] == [plain_decode(model("llama"), request)]
-
-
-def test_drafts_read_a_rounded_lm_head() -> None:
-    """Guards the seconds of drafts under the target's lm_head: in float32 it would be four times as many bytes a level."""
-    target = with_cpu_kernels("llama")
-    ops = target.runner.ops
-    assert isinstance(ops, CpuOps)
-    assert ops.packed.kind == "float32"
-    kind = drafters.find("mtp")
-    builder = kind.random(target, build_options(kind.Options, {}), seed=1).fused_tree_builder
-    assert builder.net.head is ops.draft_lm_head
-    assert ops.draft_lm_head.kind.startswith("int8")

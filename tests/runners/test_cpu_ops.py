@@ -1,7 +1,5 @@
 """The seam of fast operations: who uses the kernels', and that they compute what the reference computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -36,16 +34,6 @@ def test_off_is_off(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("draw", "follow", "commit", "gumbel", "grow", "linear", "head", "rms_norm", "pack"):
         monkeypatch.setattr(kernels, name, forbidden)
     assert run(decoder, REQUESTS)[0] == [plain_decode(target.model, request) for request in REQUESTS]
-
-
-@needs
-def test_a_family_without_kernels_draws_by_them_unless_off() -> None:
-    """Guards the choice, which is made once, by the runner: models that the kernels do not run
-    still draw, follow and commit by them."""
-    model = zoo.FAMILIES["gpt_neox"]()
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto").runner.ops, CpuCycleOps)
-    assert isinstance(with_fastest_runner(Target(model), kernels="auto", own=False).runner.ops, CpuCycleOps)
-    assert with_fastest_runner(Target(model), kernels="off").runner.ops is REFERENCE
 
 
 @needs

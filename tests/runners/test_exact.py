@@ -4,8 +4,6 @@ ids are equal, whatever else is in a pass.
 As in test_kernels.py, every test runs for each instruction set that this machine has.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

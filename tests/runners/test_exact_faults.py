@@ -1,8 +1,6 @@
 """Tests of tests/exact.py: kernels in which the bits of a token depend on what else is in the pass are found, by logits
 and by ids."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Models on which somebody has called `compile`: torch does not notice hooks that come after it, which read features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

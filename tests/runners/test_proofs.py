@@ -1,7 +1,5 @@
 """What was found out about a model is kept, and is forgotten as soon as anything has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +104,3 @@ def test_a_failure_is_not_kept(comparisons: list[Target]) -> None:
         with pytest.raises(UnsuitedError, match="gives other numbers"):
             make_cpu_runner(Target(changed), own=True)
     assert len(comparisons) == 3
-
-
-def test_without_a_cache_folder_the_comparison_is_made(comparisons: list[Target], tmp_path: Path) -> None:
-    """Guards read-only homes: nothing fails there, it only takes longer."""
-    (tmp_path / "eyas").write_text("in the way")
-    for _ in range(2):
-        make_cpu_runner(Target(model()), own=True)
-    assert len(comparisons) == 2

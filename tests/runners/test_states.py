@@ -2,21 +2,17 @@
 every way to cut or to copy a row. tests/core/test_hybrids.py decodes with it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import zoo
 from eyas import kernels
 from eyas.core.target import Target, TargetSession
 from eyas.core.tree import Tree, Verdict
 from eyas.kernels import WeightFormat
-from eyas.runners import UnsuitedError
-from eyas.runners.cpu import CpuRunner, make_cpu_runner
+from eyas.runners.cpu import CpuRunner
 from runners.test_cpu import ids, model, with_cpu_kernels
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
@@ -131,27 +127,3 @@ def test_rows_with_keys_of_two_sizes_are_cut_and_copied(family: str, kv: Any) ->
         for row in (2, 0):
             assert torch.equal(chain(session, MORE, row)[-1], expected_V)
     assert torch.equal(chain(session, MORE, 1)[-1], target.open(1).prefill(0, PROMPT + MORE))
-
-
-def test_other_state_layers_are_left_to_the_model() -> None:
-    """Guards sizes and edits that the kernels would read past."""
-    odd = zoo.HYBRIDS["qwen3_5"]()
-    with pytest.raises(UnsuitedError, match="heads of width"):
-        make_cpu_runner(Target(odd))
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "layer_types": zoo.STATE_THEN_ATTENTION}
-    with pytest.raises(UnsuitedError, match="heads of 8 and 8"):
-        make_cpu_runner(Target(zoo.tiny("qwen3_5_text", **sizes, **zoo.DELTA_NET)))
-    wide = {
-        "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    }
-    with pytest.raises(UnsuitedError, match="Conv1d"):
-        make_cpu_runner(Target(zoo.tiny("qwen3_5_text", **sizes, **wide, linear_conv_kernel_dim=9)))
-    edited = zoo.tiny("qwen3_5_text", **sizes, **wide)
-    edited.model.layers[2].linear_attn.out_proj.bias = torch.nn.Parameter(torch.ones(64))
-    make_cpu_runner(Target(edited))
-    edited.model.layers[2].linear_attn.in_proj_z = torch.nn.Linear(64, 64)
-    with pytest.raises(UnsuitedError, match="some of its matrices have biases"):
-        make_cpu_runner(Target(edited))

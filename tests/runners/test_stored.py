@@ -1,12 +1,8 @@
 """Models whose weights stay in their files: the numbers of transformers, little memory, packed files that are used again."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +17,6 @@ from transformers import AutoModelForImageTextToText, Gemma4Config, PreTrainedMo
 import eyas
 import zoo
 from eyas import kernels
-from eyas.cli import run
 from eyas.core.target import Target
 from eyas.errors import FitError, ModelError
 from eyas.kernels import Rows
@@ -30,20 +25,12 @@ from eyas.runners._decoders import FAMILIES
 from eyas.runners.stored import StoredLinear, stored_in
 from eyas.targets.fingerprints import fingerprint, has_fingerprint
 from gguf_models import write_gguf
-from hub import local_hub
 from quantised_models import SIZES
 from runners.test_states import check_same_bits
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels here: {kernels.why_not()}")
 
 PROMPT = [1, 2, 3, 50, 9]
-BY_NAME = """
-import eyas
-from eyas.runners import plug_target
-plug_target.LARGE = 0
-llm = eyas.load("some/model", "vanilla", tokenizer=False)
-print(type(llm.target.family.head).__name__)
-"""
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GEMMA4 = {  # layers of every kind: the last ones read keys of earlier ones, and all read numbers of each token
@@ -281,14 +268,6 @@ def test_gguf_files_of_hybrids(family: str, others: str, tmp_path: Path) -> None
     assert drafted.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids == told
 
 
-def test_the_command_line_leaves_weights_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: the command line gave no adapters as an empty tuple, and every file was converted to float32."""
-    write_gguf(tmp_path / "model.gguf", tokens=TOKENS)
-    asked = ["--target", str(tmp_path / "model.gguf"), "--method", "suffix", "--max-new-tokens", "4"]
-    assert run(["generate", "aab", "--raw", *asked]) == 0
-    assert [path.name[-2:] for path in (tmp_path / "cache" / "eyas" / "gguf").glob("[!.]*")] == ["-0"]
-
-
 @pytest.mark.parametrize("weights", ["exact", "int8", "int4"])
 def test_packed_weights_are_kept_and_used_again(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the file of packed weights: the second load packs nothing, copied or mapped, with the same bits; another
@@ -303,17 +282,6 @@ def test_packed_weights_are_kept_and_used_again(weights: str, tmp_path: Path, mo
         assert torch.equal(scores(again, PROMPT), scores(first, PROMPT))
     assert packed_files(tmp_path) == packed
     assert len(packed) == 1
-
-
-def test_rounded_inputs_pack_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards twice the memory: a second runner, with exact inputs, that only the check of formats needed."""
-    made, pack = list[str](), cpu.packed_layers
-    monkeypatch.setattr(cpu, "packed_layers", lambda target, *rest: made.append(target.name) or pack(target, *rest))
-    write_gguf(tmp_path / "model.gguf", "Q4_0")
-    for few in (1, 0):  # the first time two layers are compared with the model's own forward
-        made.clear()
-        eyas.load(tmp_path / "model.gguf", method="vanilla", activations="int8", tokenizer=False)
-        assert len(made) == 1 + few
 
 
 def packed_files(tmp_path: Path) -> list[Path]:
@@ -332,24 +300,6 @@ def test_two_files_that_look_alike_are_two_models(tmp_path: Path) -> None:
     assert torch.equal(scores(load(second), PROMPT), apart[1])
     assert not torch.allclose(*apart)
     assert len(packed_files(tmp_path)) == 2, "and the few layers of the comparison are not kept"
-
-
-def test_a_file_that_is_written_to_is_noticed(tmp_path: Path) -> None:
-    """Bug: embeddings are read from the file at each pass, so a text went on with another model's."""
-    place = folder(tmp_path)
-    llm = load(place)
-    file = next(iter(sorted(place.glob("*.safetensors"))))
-    same = file.read_bytes()
-    file.unlink()
-    file.write_bytes(same)  # another file by that name: the mapped one is as it was
-    assert llm.generate(PROMPT, max_new_tokens=2, ignore_eos=True).token_ids
-    llm = load(place)
-    with open(file, "r+b") as stream:
-        stream.seek(len(same) - 64)
-        stream.write(bytes(64))
-    os.utime(file, ns=(1, 1))
-    with pytest.raises(ModelError, match="weights"):
-        llm.generate(PROMPT, max_new_tokens=2)
 
 
 def test_a_full_disk_and_a_killed_process_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,19 +366,6 @@ def test_what_does_not_fit_is_refused_first(tmp_path: Path, monkeypatch: pytest.
         load(place, weights="auto")
 
 
-def test_a_hub_id_is_fetched_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards large checkpoints by their names: shards are fetched by the index, and packed from the hub's cache."""
-    place = folder(tmp_path)
-    (place / "consolidated.safetensors").write_bytes(b"a second copy of all weights")
-    with local_hub({"some/model": place}) as (address, asked):
-        environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hub")}
-        done = subprocess.run(
-            [sys.executable, "-c", BY_NAME], env=os.environ | environment, capture_output=True, text=True, check=False
-        )
-    assert done.stdout.strip().endswith("StoredLinear"), done.stderr[-800:]
-    assert not any("consolidated" in path for path in asked if "resolve" in path)
-
-
 def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     """Guards one line for a broken checkpoint."""
     place = folder(tmp_path)
@@ -439,16 +376,6 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     (place / "config.json").write_text(json.dumps(about | {"intermediate_size": 256}))
     with pytest.raises(ModelError, match=r"mlp.*weight is \[128, 64\] instead of \[256, 64\]"):
         load(place)
-
-
-def test_code_that_orders_rows_differently_packs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards an upgrade of eyas: a packed file does not say which row is where, so only the code that wrote it may read it."""
-    place, code = folder(tmp_path), tmp_path / "order.py"
-    monkeypatch.setattr(_packing, "ORDER", [code])
-    for text in ("one order", "another order"):
-        code.write_text(text)
-        load(place)
-    assert len(packed_files(tmp_path)) == 2
 
 
 def test_drafts_read_a_stored_target(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Threads of passes, with times that are made up."""
 
-from __future__ import annotations
-
 from eyas.runners._threads import MAX_SINGLE_THREAD_SECONDS, SINGLE_THREAD_SECONDS, Threads
 
 
@@ -46,26 +44,3 @@ def test_one_hiccup_and_larger_passes_are_no_reason() -> None:
         used += more
     assert set(used) == {4}
     assert threads.rest == SINGLE_THREAD_SECONDS
-
-
-def test_more_threads_are_tried_where_fewer_were_chosen() -> None:
-    """Guards processes that were started on a busy machine: one thread was the fastest then, and
-    need not be later. Where more are slower they are tried once in a while and left, and what is
-    computed beside a pass does not take part in trials."""
-    threads = Threads(1, ceiling=4)
-    clock, used = passes(threads, 0.0, 400, 0.003)  # two are faster than one, four are not faster than two
-    assert (threads.max_threads, threads.now(clock)) == (2, 2)
-    assert [used.index(2), used.index(2, 96)] == [31, 96]
-    assert [i for i, n in enumerate(used) if n == 4] == list(range(127, 400, 32))
-    threads = Threads(1, ceiling=4)
-    _, used = passes(threads, 0.0, 400, 0.006)
-    assert threads.max_threads == 1
-    assert used.count(2) == 400 // 32
-
-
-def test_one_thread_has_nothing_to_decide() -> None:
-    """Guards machines with one core."""
-    threads = Threads(1)
-    clock, _ = passes(threads, 0.0, 5, 0.003)
-    _, used = passes(threads, clock, 10, 0.5)
-    assert used == [1] * 10

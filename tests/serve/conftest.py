@@ -3,8 +3,6 @@
 Where EYAS_SERVER_URL names a server (`make scale`: a fleet of replicas), the tests of the server that all share are
 run against that one, and the others, which make servers of their own, are left out."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

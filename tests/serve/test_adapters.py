@@ -1,7 +1,5 @@
 """Adapters of PEFT as models of the server: clients choose one by `model`, beside each other in one load."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

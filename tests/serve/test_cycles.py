@@ -1,7 +1,5 @@
 """Steps as the page reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -66,10 +64,3 @@ def test_json_of_broken_numbers_and_of_no_tokenizer() -> None:
     assert (read["nodes"][1]["p"], read["nodes"][1]["q"]) == (None, None)
     assert [t["text"] for t in read["tokens"]] == ["6 ", "9 "]
     assert [n["text"] for n in read["nodes"]] == ["5", "6"]
-
-
-def test_step_without_a_trace() -> None:
-    """A client that asks for cycles of a server whose engine gives no trace still learns what was drafted."""
-    made = CycleWriter(TOKENIZER).write(Step(1, (A, B), None, (0, 4), seconds=0.1))
-    assert [(t["text"], t["node"]) for t in made["tokens"]] == [("a", 4), ("b", None)]
-    assert (made["nodes"], made["bonus"]) == ([], None)

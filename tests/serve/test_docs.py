@@ -1,7 +1,5 @@
 """The pages about the server are true: their clients get answers, their metrics and options exist."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -14,7 +12,6 @@ from eyas import checkpoints
 from eyas.core.options import build_options
 from eyas.drafters import find
 from eyas.recall import Pools
-from eyas.serve.settings import Settings
 from eyas_train.adapt import Heads
 from serving import Running, curl, running, small_llm
 from test_public import PAGES, shell_lines
@@ -72,16 +69,3 @@ def test_metrics_of_the_pages(embedded: Running) -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana_dashboard.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     assert {*re.findall(r"(?:vllm|eyas):\w+", SERVING + asked)} <= known
-
-
-def test_defaults_of_the_page() -> None:
-    """The table of limits has the defaults of the code."""
-    settings = Settings("x")
-    for words in (
-        f"| {settings.rows}, {settings.queue} |",
-        f"| `--max-tokens` | {settings.max_tokens} |",
-        f"| {settings.max_sequences} | 400 |",
-        f"| {settings.max_body_bytes >> 20} MiB |",
-        f"| {settings.timeout:.0f} s |",
-    ):
-        assert words in SERVING, words

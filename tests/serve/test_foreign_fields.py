@@ -1,8 +1,6 @@
 """Fields of vLLM, SGLang and llama.cpp are served, refused by name, or known to change no answer; the list of them is read
 from their sources."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -56,19 +54,6 @@ def test_no_field_of_others_is_ignored_in_silence(path: str, name: str) -> None:
     assert name in caught.value.message
     for default in (None, [], {}, *(REFUSED[name] if name in REFUSED else foreign_fields(path)[name])):
         assert not read(path, **{name: default}).ignored
-
-
-def test_the_list_is_one_of_all_servers() -> None:
-    """Guards against a list that was cut: each server has fields that no other has, on the paths that it serves."""
-    for path, names in {
-        "/v1/chat/completions": "thinking_token_budget custom_params session_params parse_tool_calls top_n_sigma",
-        "/v1/completions": "prompt_embeds lora_path n_cmpl t_max_predict_ms",
-        "/v1/responses": "previous_input_messages extra_key lora",
-        "/v1/messages": "kv_transfer_params betas post_sampling_probs",
-        "/tokenize": "return_token_strs add_special_tokens chat_template",
-    }.items():
-        assert set(names.split()) <= foreign_fields(path).keys()
-    assert not WITHOUT_EFFECT & REFUSED.keys()
 
 
 def test_a_body_of_llama_cpps_page(server: Running) -> None:

@@ -1,7 +1,5 @@
 """The names by which a server answers."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -45,13 +43,6 @@ def test_a_foreign_name(host: str) -> None:
     """Bug: a page whose name points at this machine reads the answers of its visitor's server."""
     assert status_of(LOCAL, host) == 403
     assert status_of((), host) == 200
-
-
-def test_health_by_any_name() -> None:
-    """Guards load balancers and kubelets, which ask for /health by the address of the machine: it tells nothing."""
-    assert status_of(("llm.example.org",), "10.1.2.3:8000", "/health") == 200
-    for path in ("/healthy", "/health/", "/metrics", "/v1/models"):
-        assert status_of(("llm.example.org",), "10.1.2.3:8000", path) == 403
 
 
 def test_who_is_checked() -> None:

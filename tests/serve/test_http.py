@@ -1,19 +1,13 @@
 """The bytes that the server sends, without a client library between: headers, errors, keys, events,
 small endpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
 
-import httpx2
 import pytest
 
 import eyas
-from eyas.serve.app import make_app
-from eyas.serve.service import Service
-from eyas.serve.settings import Settings
 from serving import PROMPTS, Running, events, running
 
 BODY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
@@ -45,32 +39,6 @@ def test_a_stream_as_events(server: Running) -> None:
     assert timed[-1] > 0
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_the_bodies_of_vllm_bench_serve(server: Running, llm: eyas.LLM, path: str) -> None:
-    """Guards a client that cannot be installed here (vLLM 0.33, benchmarks/lib/endpoint_request_func.py): the first chunk
-    with a text is the first token, an empty content with the role is not one, the chunk without choices has the usage."""
-    parts = [{"type": "text", "text": PROMPTS[0]}]
-    asked = (
-        {"prompt": PROMPTS[0], "max_tokens": 24, "logprobs": None}
-        if path == COMPLETIONS
-        else {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 24}
-    )
-    options = {
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    }
-    headers = {"x-request-id": "bench-0", "authorization": "Bearer EMPTY"}
-    response = server.post(path, {"model": "tiny", "stream": True, **asked, **options}, headers=headers)
-    *chunks, last, done = events(response)
-    assert (response.status_code, done, last["choices"], last["usage"]["completion_tokens"]) == (200, "[DONE]", [], 24)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    texts = [choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices]
-    assert "".join(texts) == llm.generate(PROMPTS[0], raw="prompt" in asked, max_new_tokens=24, ignore_eos=True).text
-    assert path == COMPLETIONS or not texts[0]
 
 
 @pytest.mark.slow
@@ -122,12 +90,6 @@ def test_bodies_that_cannot_be_used(server: Running, content: bytes, words: str)
     assert error.keys() == {"message", "type", "param", "code"}
     assert words in error["message"] + str(error["param"])
     assert "\n" not in error["message"]
-
-
-def test_a_text_about_nan(server: Running) -> None:
-    """Bug: the word is taken for the number."""
-    body = {"prompt": "NaN, Infinity", "metadata": {"NaN": "-Infinity"}, "max_tokens": 1}
-    assert server.post(COMPLETIONS, body).status_code == 200
 
 
 @pytest.mark.quick("best_of-*", "return_tokens_as_token_ids-*", "top_p-*", "messages-value21")
@@ -247,37 +209,6 @@ def test_meta_info_of_a_chat(server: Running) -> None:
     assert server.post(CHATS, {**body, "stream": True}).status_code == 400
 
 
-@pytest.mark.slow
-def test_values_of_others(server: Running) -> None:
-    """Every int64 is a seed: -1 is another one each time, as in vLLM and llama.cpp; the others repeat.
-    top_p 0 leaves the most probable token. best_of may be n."""
-
-    def text(**more: Any) -> str:
-        made = server.post(COMPLETIONS, {"prompt": PROMPTS[3], "max_tokens": 24, "ignore_eos": True, **more})
-        assert made.status_code == 200, made.text
-        return str(made.json()["choices"][0]["text"])
-
-    assert len({text(seed=-1, temperature=2.0) for _ in range(3)}) > 1
-    for seed in (-(2**63), -2, 2**63 - 1):
-        assert text(seed=seed) == text(seed=seed)
-    assert text(top_p=0, temperature=1.5) == text(top_p=0, top_k=50, seed=3) == text(temperature=0)
-    assert text(n=2, best_of=2)
-
-
-@pytest.mark.slow
-def test_formats_that_nobody_knows(server: Running) -> None:
-    """Guards `format` of a JSON schema as the annotation that it is; a property may be called so; a
-    format that is known holds."""
-    date, other = {"type": "string", "format": "date"}, {"type": "string", "format": "phone", "maxLength": 3}
-    properties = {"format": other, "day": date, "n": {"enum": [1], "format": "int32"}}
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    made = server.post(CHATS, {**CHAT, "max_tokens": 120, "response_format": form, "seed": 1})
-    answer = json.loads(made.json()["choices"][0]["message"]["content"])
-    assert answer.keys() == properties.keys()
-    assert len(answer["day"].split("-")) == 3
-
-
 def test_paths_and_methods(server: Running) -> None:
     """HEAD is answered like GET, without a body. A path that lacks /v1 or has it twice gets a 404 that says what to
     change; a path that is not there, a method that is not taken and a body that is not JSON get OpenAI's form."""
@@ -341,16 +272,6 @@ def test_tokens_of_a_chat(tooled: Running) -> None:
     assert counts[3] == counts[0] < counts[1] < counts[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
-def test_a_template_without_tools(server: Running, choice: Any) -> None:
-    """Guards advice that the next request shows to be false: tool_choice is never the way out of a
-    template that has no place for tools."""
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    error = server.post(CHATS, {**CHAT, "tools": tools, "tool_choice": choice}).json()["error"]
-    assert (error["param"], "no place for tools" in error["message"]) == ("tools", True)
-
-
 def test_small_endpoints(server: Running) -> None:
     """The endpoints for probes, for the page, and for `vllm bench serve`."""
     assert server.get("/health").status_code == 200
@@ -358,20 +279,6 @@ def test_small_endpoints(server: Running) -> None:
     stats = server.get("/stats").json()
     assert stats["rows"] == 4
     assert "vanilla" in stats["methods"]
-
-
-def test_the_page_of_the_interface(llm: eyas.LLM) -> None:
-    """The description names every body, and refers only to schemas that it has; the page is an option."""
-    service = Service(llm, Settings("tiny"))
-    apps = [make_app(service), make_app(service, docs=True)]
-    described = apps[1].openapi()
-    for path in (CHATS, "/v1/responses", "/v1/messages", "/infill", "/tokenize"):
-        content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        assert content["schema"]["properties"]
-    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
-    assert named
-    assert named <= described["components"]["schemas"].keys()
-    assert [any(getattr(route, "path", "") == "/docs" for route in app.routes) for app in apps] == [False, True]
 
 
 def counters(server: Running) -> dict[str, float]:
@@ -415,17 +322,6 @@ def test_metrics_under_the_names_of_vllm(server: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_prefix_is_read_once(server: Running) -> None:
-    """The second of two prompts with a common beginning starts behind it: fewer tokens are read,
-    and usage says how many."""
-    prompts = [[*range(100, 400), last] for last in (7, 8)]
-    usages = [server.post(COMPLETIONS, {**BODY, "prompt": p, "max_tokens": 2}).json()["usage"] for p in prompts]
-    first, second = (usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    assert first < 10
-    assert second in (299, 300)  # a head may read one token again
-
-
-@pytest.mark.slow
 def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
     """OpenAI's predicted output drafts the text that is announced: fewer cycles, the same text, and
     usage counts what was of use."""
@@ -445,33 +341,6 @@ def test_a_prediction(server: Running, llm: eyas.LLM) -> None:
     assert plain["accepted_prediction_tokens"] == 0
     assert fewer < steps
     assert made(prediction={"type": "content", "content": wrong})[0]["rejected_prediction_tokens"] > 5
-
-
-@pytest.mark.slow
-def test_a_switch_for_drafts(server: Running) -> None:
-    """`drafting` turns drafts off or bounds them for one request; the text stays the same."""
-    asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True}
-    values = (None, "auto", "off", False, 2, "suffix")
-    made = {str(how): server.post(COMPLETIONS, {**asked, "drafting": how}).json() for how in values}
-    assert len({one["choices"][0]["text"] for one in made.values()}) == 1
-    figures = {how: one["metrics"]["speculative_decoding"] for how, one in made.items()}
-    assert figures["off"]["num_draft_tokens"] == figures["False"]["num_draft_tokens"] == 0
-    assert figures["False"]["mean_acceptance_length"] == 1.0  # a number, as vLLM's clients expect
-    assert figures["2"]["num_spec_tokens"] <= 2
-    assert figures["None"]["num_spec_tokens"] > 2
-    assert figures["auto"] == figures["None"]
-
-
-@pytest.mark.slow
-def test_tokens_that_end_an_answer(server: Running, llm: eyas.LLM) -> None:
-    """`stop_token_ids` end it and are named; `min_tokens` holds every end off until so many tokens are there."""
-    ids = llm.generate(PROMPTS[0], raw=True, max_new_tokens=30, ignore_eos=True).token_ids
-    asked = {**BODY, "prompt": PROMPTS[0], "max_tokens": 30, "ignore_eos": True, "stop_token_ids": [ids[3]]}
-    made = server.post(COMPLETIONS, asked).json()
-    (choice,) = made["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[3])
-    assert made["usage"]["completion_tokens"] == ids.index(ids[3]) + 1
-    assert server.post(COMPLETIONS, {**asked, "min_tokens": 20}).json()["usage"]["completion_tokens"] > 20
 
 
 @pytest.mark.slow
@@ -512,15 +381,6 @@ def test_other_origins(llm: eyas.LLM, server: Running) -> None:
             assert (made.status_code, made.headers.get(allowed)) == (status, header)
             assert status == 400 or made.headers["access-control-allow-private-network"] == "true"
             assert named.get("/v1/models", headers={"origin": origin}).headers.get(allowed) == header
-
-
-def test_idle_connections_are_kept(llm: eyas.LLM) -> None:
-    """Guards pools of clients and proxies, which meet a reset where the server closes first: nginx keeps a connection for
-    60 s, Go for 90, Google's proxies for 600. The seconds are those of uvicorn's own connection."""
-    with running(llm, rows=1) as server, httpx2.Client() as client:
-        assert client.get(f"{server.url}/health").status_code == 200
-        (connection,) = server.server.server_state.connections
-        assert connection.config.timeout_keep_alive > 600
 
 
 @pytest.mark.slow

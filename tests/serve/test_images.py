@@ -1,7 +1,5 @@
 """Images in the messages of clients: the answers are those of `LLM.generate`, nothing is fetched, no file is read."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ import pytest
 from PIL import Image
 
 import eyas
-from eyas.api import _media
 from eyas.serve import images
 from media_models import with_processor
 from serving import Running, running
@@ -78,16 +75,6 @@ def test_chats_with_images(server: Running, llm: eyas.LLM) -> None:
     text = server.post(CHATS, {"messages": [{"role": "user", "content": [ASK]}], **GREEDY}).json()
     question = [{"role": "user", "content": [ASK]}]
     assert text["choices"][0]["message"]["content"] == llm.generate(question, max_new_tokens=12, ignore_eos=True).text
-
-
-@pytest.mark.slow
-def test_samples_of_one_image(server: Running, llm: eyas.LLM) -> None:
-    """Guards the image of a request with several samples."""
-    sampled = {"temperature": 1, "ignore_eos": True}
-    body = {"messages": asked(data_url(picture(1))), "n": 2, "seed": 5, "max_tokens": 10, **sampled}
-    choices = server.post(CHATS, body).json()["choices"]
-    own = [llm.generate(chat_of(picture(1)), seed=5 + sample, max_new_tokens=10, **sampled) for sample in range(2)]
-    assert [choice["message"]["content"] for choice in choices] == [one.text for one in own]
 
 
 def test_other_endpoints(server: Running, llm: eyas.LLM) -> None:
@@ -164,27 +151,7 @@ def test_many_pixels(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.status_code == 200
 
 
-def test_texts_of_the_system_between_turns_with_an_image(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards agents that send a picture: with images, a template's refusal ended the conversation."""
-    processor = _media._processor(llm.target.model.config.name_or_path)
-    refusing = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
-    strict = processor.chat_template.replace("{% for m in messages %}", "{% for m in messages %}" + refusing)
-    monkeypatch.setattr(processor, "chat_template", strict)
-    image, late = picture(0), {"role": "system", "content": [{"type": "text", "text": "No agents."}]}
-    system, user = chat_of(image)
-    joined = [system, {"role": "user", "content": [*user["content"], *late["content"]]}]
-    assert llm.media_prompt([system, user, late]).ids == llm.media_prompt(joined).ids
-
-
 def test_a_prompt_that_the_model_refuses(server: Running) -> None:
     """Guards the other requests from one whose text holds a placeholder without its image."""
     refusal(server, [url_of(data_url(picture(0))), {"type": "text", "text": "Is <image> an image?"}])
     assert server.post(CHATS, {"messages": asked(data_url(picture(0))), **GREEDY}).status_code == 200
-
-
-@pytest.mark.slow
-def test_models_that_read_no_images() -> None:
-    """The embedded model refuses them, by name."""
-    with running(eyas.load(method="vanilla"), rows=1) as server:
-        words = refusal(server, [url_of(data_url(picture(0))), ASK])
-    assert "LlamaForCausalLM reads text alone" in words

@@ -1,14 +1,11 @@
 """`suffix` of /v1/completions and llama.cpp's /infill: the middle of a text."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import eyas
 from eyas.serve import middle
-from eyas.serve.errors import ApiError
 from serving import Running, events
 
 BEFORE, AFTER = "I want to book a table", " in San Jose tonight."
@@ -37,17 +34,6 @@ def test_prompts(marks: tuple[str, ...], special: bool) -> None:
     ends = {"<|file_sep|>", *marks}
     assert set(made.stop) == (set() if special else ends)
     assert made.stop_token_ids == (frozenset({7, 8, 9, 10}) if special else frozenset())
-
-
-def test_further_files() -> None:
-    """Guards files with and without a mark of their own."""
-    marks = middle.MARKS[0]
-    files = [("x.py", "c = b")]
-    made = middle.middle_of(tokenizer(*marks, "<|file_sep|>", special=True), "a", "b", files)
-    assert made.ids == (10, 5, 4, 6, 3, 10, 7, 2, 8, 3, 9)
-    assert middle.middle_of(tokenizer(*marks, special=True), "a", "b", files).ids == (4, 6, 3, 7, 2, 8, 3, 9)
-    with pytest.raises(ApiError, match="cannot fill in"):
-        middle.middle_of(tokenizer("<|fim_prefix|>", special=True), "a", "b")
 
 
 @pytest.fixture
@@ -82,17 +68,3 @@ def test_both_routes(filling: Running, llm: eyas.LLM) -> None:
     ]
     assert "".join(chunk["content"] for chunk in chunks) == text
     assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-
-
-def test_a_model_that_cannot(server: Running) -> None:
-    """Guards the refusal of models without marks, and of what a suffix cannot go with."""
-    asked = {"prompt": BEFORE, "suffix": AFTER}
-    for path, body, words in (
-        ("/v1/completions", asked, "cannot fill in"),
-        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "cannot fill in"),
-        ("/v1/completions", {**asked, "echo": True}, ""),
-        ("/v1/completions", {**asked, "prompt": [1, 2]}, ""),
-    ):
-        error = server.post(path, body).json()["error"]
-        assert (error["param"], words in error["message"]) == ("suffix", True)
-    assert server.post("/v1/completions", {"prompt": BEFORE, "suffix": "", "max_tokens": 1}).status_code == 200

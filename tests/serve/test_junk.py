@@ -1,8 +1,6 @@
 """Values of a wrong kind, deep within bodies, where no model of pydantic looks: each is answered or refused, and none is a
 fault of the server's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

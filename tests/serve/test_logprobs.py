@@ -1,7 +1,5 @@
 """Log-probabilities and echo, as lm-eval and OpenAI's client read them."""
 
-from __future__ import annotations
-
 import random
 from itertools import chain
 from typing import Any
@@ -79,14 +77,6 @@ def test_offsets_are_places_in_the_text(kind: str) -> None:
             assert len(before) <= offsets[0] <= offsets[-1] <= len(text)
 
 
-def test_special_tokens_that_a_prompt_spells_out() -> None:
-    """Guards an echo that shows the special tokens of its prompt, and a leading one that it does not show."""
-    tokenizer = TOKENIZERS["byte_level"]
-    texts, text = TokenTexts(tokenizer, len(tokenizer)), "a</s>b"
-    tokens = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-    assert list(map(texts.offsets(text).read, tokens)) == [0, 0, 1, 5]
-
-
 def test_a_stream_goes_on_where_it_was() -> None:
     """Offsets of a stream's chunks follow each other, each sequence for itself; the prompt comes
     with the first chunk."""
@@ -129,20 +119,6 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(server: Running, llm: eyas.LLM
         logprob, top = made["token_logprobs"][i], made["top_logprobs"][i]
         assert logprob == pytest.approx(float(scores_TV[i - 1, token]), abs=1e-3)
         assert (logprob == max(top.values())) == (int(scores_TV[i - 1].argmax()) == token)
-
-
-def test_prompt_logprobs(server: Running) -> None:
-    """inspect-ai reads them at the top of a chat's response, vLLM's clients in the choice of a completion."""
-    choice = post(server, prompt=[5, 6, 7], max_tokens=1, prompt_logprobs=2)
-    listed = choice["prompt_logprobs"]
-    assert isinstance(listed, list)
-    assert listed[0] is None
-    for token, entry in zip((6, 7), listed[1:], strict=True):
-        assert entry[str(token)].keys() == {"logprob", "rank", "decoded_token"}
-        assert {1, 2} <= {one["rank"] for one in entry.values()}
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-    chat = server.post("/v1/chat/completions", body).json()
-    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
 def test_logprobs_of_a_chat(server: Running) -> None:

@@ -1,7 +1,5 @@
 """/v1/messages and /v1/messages/count_tokens, as bytes; tests/clients has Anthropic's own client."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -54,23 +52,6 @@ def test_events(server: Running, llm: eyas.LLM) -> None:
     assert "".join(one["delta"]["text"] for one in made[2:-3]) == own.text
     assert made[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert made[-2]["usage"]["output_tokens"] == 5
-
-
-@pytest.mark.slow
-def test_ends(server: Running, llm: eyas.LLM) -> None:
-    """A stop string is named and left out of the text; an assistant's message at the end is continued; a
-    system text comes first."""
-    text = llm.generate(PROMPTS[0], max_new_tokens=24).text
-    made = post(server, **ASK, stop_sequences=[text[3:8]]).json()
-    assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", text[3:8])
-    assert made["content"][0]["text"] == text[:3]
-    begun = post(server, **{**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": text[:12]}]}).json()
-    assert text[:12] + begun["content"][0]["text"] == text
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    messages = [{"role": "system", "content": "Be brief."}, *ASK["messages"]]
-    own = llm.generate(messages, max_new_tokens=24).text
-    for one in ("Be brief.", system):
-        assert post(server, **ASK, system=one).json()["content"][0]["text"] == own
 
 
 @pytest.mark.slow
@@ -134,24 +115,6 @@ def test_messages_of_a_chat() -> None:
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert chat.chat_template_kwargs == {"enable_thinking": True}
     assert body.ignored == ["thinking.budget_tokens", "unheard_of"]
-
-
-@pytest.mark.slow
-def test_errors_name_what_the_client_wrote(server: Running) -> None:
-    """Guards numbers that are one too large behind a system text, and more behind results of tools."""
-    results = [{"type": "tool_result", "tool_use_id": str(n), "content": "x"} for n in range(3)]
-    for system in (None, "Be brief."):
-        for wrong, words in (
-            ({"role": "x", "content": "a"}, "message 3 has the unknown role"),
-            ({"role": "user", "content": 5}, 'the "content" of message 3'),
-            ({"role": "user", "content": [{"type": "text"}]}, "part 1 of message 3"),
-            ({"role": "user", "content": [{"type": "tool_result", "content": 5}]}, "of the tool_result of message 3"),
-            ({"role": "assistant", "content": [{"type": "tool_use"}]}, "call 1 of message 3"),
-        ):
-            asked = [{"role": "user", "content": "a"}, {"role": "user", "content": results}, wrong]
-            assert words in post(server, **{**ASK, "messages": asked, "system": system}).json()["error"]["message"]
-    text = post(server, **{**ASK, "system": [{"type": "text"}]}).json()["error"]["message"]
-    assert "part 1 of the system text" in text
 
 
 def test_errors_of_every_status(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,5 @@
 """The page in a real browser: it shows what a scripted server sends."""
 
-from __future__ import annotations
-
-import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from serving import PROMPTS, Running
 pytest.importorskip("fastapi", reason="the server needs eyas[serve]")
 
 from eyas.serve import page as page_files
-from scripted_server import MODEL, Script, application, chunk, cycle, node, prefill, running
+from scripted_server import MODEL, Script, application, cycle, prefill, running
 
 pytestmark = pytest.mark.slow
 
@@ -64,11 +60,6 @@ def heading(page: Any) -> str:
     return str(page.get_by_label("The selected cycle").get_by_role("heading").text_content())
 
 
-def fits(page: Any) -> bool:
-    """Whether nothing sticks out to the right."""
-    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
-
-
 def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     """A second turn that forgets the first, or a control that is not sent, is noticed by nobody who
     looks at one answer."""
@@ -89,23 +80,6 @@ def test_turns_of_a_chat(open_page: Open, address: str, script: Script) -> None:
     assert (first["stream"], first["cycles"]) == (True, True)
     assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
     assert second["messages"][2]["content"] == "What time do you want?"
-
-
-def test_settings_are_kept_and_the_key_is_not(open_page: Open, address: str, script: Script) -> None:
-    """A key in the store of the browser would outlive the visit. An impossible setting is not sent."""
-    page = open_page(address)
-    fill(page, {"Temperature": "0.7", "System prompt": "Be brief.", "API key": "secret"})
-    page.get_by_label("API key").press("Tab")
-    page.get_by_label("Answers").select_option("as written")
-    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
-    page.reload()
-    kept = [page.get_by_label(label).input_value() for label in ("System prompt", "Answers", "Temperature")]
-    assert kept == ["Be brief.", "text", "0.7"]
-    fill(page, {"Temperature": "-1"})
-    page.get_by_label("Message").fill("Hello")
-    page.get_by_role("button", name="Send").click()
-    assert page.evaluate("document.activeElement.name") == "temperature"
-    assert script.bodies == []
 
 
 def begin_without_end(page: Any, script: Script) -> None:
@@ -146,46 +120,6 @@ def contents(script: Script) -> list[str]:
     return [message["content"] for message in script.bodies[-1]["messages"]]
 
 
-def test_deleting_stops_the_answer(open_page: Open, address: str, script: Script) -> None:
-    """Late chunks of the old conversation must not enter the new one, and its end must not bring it back."""
-    page = open_page(address)
-    begin_without_end(page, script)
-    manage(page, "Delete this conversation")
-    assert script.hung_up.wait(600)
-    script.endless = False
-    page.locator("#send:visible").wait_for()
-    ask(page, "Hello")
-    assert contents(script) == ["Hello"]
-    assert page.locator(".turn").count() == 2
-    assert page.locator("#talks option").all_text_contents() == ["Hello"]
-
-
-@pytest.mark.exhaustive
-def test_deleting_asks_first(open_page: Open, address: str) -> None:
-    """A slip of the hand must not cost a conversation: what deletes asks, and is not beside what sends."""
-    page = open_page(address)
-    ask(page)
-    asked: list[str] = []
-    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
-    for name in ("Delete this conversation", "Delete all conversations"):
-        page.get_by_text("More", exact=True).click()
-        page.get_by_role("button", name=name).click()
-    whole = "Delete all conversations that this browser keeps"
-    assert [message.split("?")[0] for message in asked] == ["Delete this conversation", whole]
-    assert page.locator(".turn").count() == 2
-    assert page.locator("#composer button:visible").all_text_contents() == ["Send"]
-
-
-def test_copy(open_page: Open, address: str) -> None:
-    """The copy is what the model wrote, without the page's own words and without Markdown's effects."""
-    page = open_page(address, permissions=["clipboard-read", "clipboard-write"])
-    ask(page)
-    for turn, text in ((page.locator(".turn").last, "What time do you want?"), (page.locator(".user"), "Hello")):
-        turn.get_by_role("button", name="Copy").click()
-        turn.get_by_text("Copied").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()") == text
-
-
 def test_regenerate(open_page: Open, address: str, script: Script) -> None:
     """The question is asked again without the answer that it had; if that fails, the old answer is not lost."""
     script.turns = [[prefill("one")], [prefill("two")]]
@@ -206,31 +140,6 @@ def test_regenerate(open_page: Open, address: str, script: Script) -> None:
     assert page.get_by_role("button", name="Regenerate").count() == 1, "only the last answer can be replaced"
 
 
-def test_edit(open_page: Open, address: str, script: Script) -> None:
-    """An edited question replaces its answer; what came later stays, in the conversation that it belongs to."""
-    page = open_page(address)
-    ask(page, "First")
-    ask(page, "Second")
-    edit = page.locator(".user").first.get_by_role("button", name="Edit")
-    edit.click()
-    page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.textContent") == "Edit", "the focus is where it was"
-    edit.press("Enter")
-    page.get_by_label("Edited message").fill("Other")
-    page.keyboard.press("Enter")
-    page.locator("#send:visible").wait_for()
-    assert contents(script) == ["Other"]
-    assert page.locator(".user .text").all_text_contents() == ["Other"]
-    assert page.locator("#talks option").all_text_contents() == ["Other", "First"]
-    page.get_by_role("button", name="Edit").click()
-    page.get_by_label("Edited message").fill("Again")
-    page.keyboard.press("Enter")
-    page.locator("#send:visible").wait_for()
-    assert page.locator("#talks option").all_text_contents() == ["Again", "First"]
-    page.get_by_label("Conversations").select_option("First")
-    assert page.locator(".user .text").all_text_contents() == ["First", "Second"]
-
-
 def test_conversations_are_kept(open_page: Open, address: str, script: Script) -> None:
     """A conversation outlives a reload, and goes on with all its turns; a tab shows the one that it had."""
     page = open_page(address)
@@ -247,66 +156,6 @@ def test_conversations_are_kept(open_page: Open, address: str, script: Script) -
     manage(page, "Delete all conversations")
     assert page.locator(".turn").count() == 0
     assert page.evaluate("Object.keys(localStorage).filter(name => name.startsWith('eyas.talk'))") == []
-
-
-def test_question_without_an_answer_is_not_lost(open_page: Open, address: str, script: Script) -> None:
-    """Leaving the page before the first token comes must not leave a question without an answer in the
-    conversation: many templates refuse two questions in a row."""
-    script.endless, script.turns = True, [[]]
-    page = open_page(address)
-    page.route("**/v1/chat/completions", lambda route: None)  # no answer ever
-    page.get_by_label("Message").fill("Hello")
-    page.keyboard.press("Enter")
-    page.locator("#stop:visible").wait_for()
-    page.reload()
-    assert page.get_by_label("Message").input_value() == "Hello"
-    assert page.locator(".turn").count() == 0
-
-
-@pytest.mark.exhaustive
-def test_store_of_conversations_is_bounded(open_page: Open, address: str) -> None:
-    """The oldest conversations go, never the one that is written, and what is damaged counts as nothing."""
-    page = open_page(address)
-    kept = page.evaluate(
-        """async () => {
-            const { Talks, newTalk } = await import("./page/talks.js");
-            localStorage.setItem("eyas.talk.broken", "{");
-            localStorage.setItem("eyas.talk.odd", '{"messages": [{"role": "user"}]}');
-            const talk = (name, content) => ({ ...newTalk([{ role: "user", content }]), id: name });
-            const names = () => new Talks().list().map(({ id }) => id).sort();
-            const talks = new Talks();
-            for (let n = 0; n < 60; n++) talks.save({ ...talk(`n${n}`, "x") });
-            const many = names();
-            for (let n = 0; n < 4; n++) talks.save(talk(`big${n}`, "x".repeat(900_000)));
-            const big = names();
-            const huge = talks.save(talk("huge", "x".repeat(3_000_000)));
-            return [many.length, big, huge, names()];
-        }"""
-    )
-    many, big, huge, after = kept
-    assert many == 50
-    assert {"big2", "big3"} <= set(big)
-    assert not {"big0", "big1"} & set(big)
-    assert huge is False, "too large to be kept: the page says so, and nothing else goes for it"
-    assert after == big
-
-
-@pytest.mark.exhaustive
-def test_files_of_a_conversation(open_page: Open, address: str) -> None:
-    """What is saved is the conversation: the prompt that was in force, the turns, nothing of the page."""
-    page = open_page(address)
-    fill(page, {"System prompt": "Be brief."})
-    ask(page, "Hello/you")
-    saved = {}
-    for name in ("Markdown", "JSON"):
-        with page.expect_download() as download:
-            manage(page, f"Save as {name}")
-        saved[download.value.suggested_filename] = Path(download.value.path()).read_text(encoding="utf-8")
-    answer = "What time do you want?"
-    written = f"# Hello/you\n\n## System\n\nBe brief.\n\n## You\n\nHello/you\n\n## {MODEL}\n\n{answer}\n"
-    assert saved["Hello_you.md"] == written
-    turns = json.loads(saved["Hello_you.json"])["messages"]
-    assert [turn["content"] for turn in turns] == ["Be brief.", "Hello/you", answer]
 
 
 MARKDOWN = """# A title
@@ -376,55 +225,6 @@ def test_markdown(open_page: Open, address: str, script: Script) -> None:
     assert answer.locator(".selected").count() > 0, "the cycle is still marked"
 
 
-@pytest.mark.exhaustive
-def test_markdown_that_comes_in_parts(open_page: Open, address: str) -> None:
-    """Only the last blocks are drawn anew when text comes: the result is that of the whole text."""
-    page = open_page(address)
-    parts, whole = page.evaluate(
-        """async (text) => {
-            const { Answer } = await import("./page/answer.js");
-            const { markdown } = await import("./page/markdown.js");
-            const drawn = (pieces) => {
-                const answer = new Answer(() => {}, markdown);
-                for (const piece of pieces) { answer.add(piece, null); answer.draw(); }
-                answer.end();
-                answer.element.normalize();
-                return answer.element.outerHTML;
-            };
-            return [drawn([...text]), drawn([text])];
-        }""",
-        MARKDOWN,
-    )
-    assert parts == whole
-
-
-def test_text_that_repeats_itself(open_page: Open, address: str, script: Script) -> None:
-    """A small model repeats one mark for ever: nothing of it may be lost, nor take the page with it."""
-    texts = [part * 2000 for part in ("**a ", "*a *b", "`a", "[a](", ">", "- ", "_a ", "|-", "https://", "a\n", "<b>")]
-    page = open_page(address)
-    page.get_by_text("Settings").click()
-    for text in texts:
-        script.turns = [[chunk(text, None)]]
-        ask(page)
-    page.get_by_label("Answers").select_option("as written")
-    assert page.locator(".answer").all_text_contents() == texts
-
-
-def test_key_is_asked_for(open_page: Open, address: str, script: Script) -> None:
-    """Without a key the reader is led to its field, and the question is not lost."""
-    script.key = "secret"
-    page = open_page(address)
-    ask(page, "Hello")
-    assert "a key is needed" in page.get_by_role("alert").text_content()
-    assert page.evaluate("document.activeElement.name") == "key"
-    page.keyboard.type("secret")
-    page.get_by_label("Message").focus()
-    assert page.get_by_label("Message").input_value() == "Hello"
-    page.keyboard.press("Enter")
-    page.get_by_text("What time do you want?").wait_for()
-    assert len(script.bodies[-1]["messages"]) == 1, "the refused question is not sent twice"
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_errors_are_shown(open_page: Open, address: str, script: Script, late: bool) -> None:
     """An error in the middle of a stream comes with status 200; a full queue with 429."""
@@ -436,29 +236,6 @@ def test_errors_are_shown(open_page: Open, address: str, script: Script, late: b
     ask(page)
     assert page.locator("#log").get_by_role("alert").text_content() == "the row has failed"
     assert page.locator(".answer").text_content() == ("What" if late else "")
-
-
-@pytest.mark.exhaustive
-def test_text_that_comes_late_or_early(open_page: Open, address: str, script: Script) -> None:
-    """A server holds back what may become a stop string, and sends the first cycle's text with the
-    prompt's token: every part must still belong to its own cycle. A text that the server changed,
-    or sends without a cycle, is not lost."""
-    script.turns = [
-        [FIRST, chunk(" ti", SECOND), chunk("me do you want", THIRD), chunk("!", None)],
-        [chunk("What time do you want", FIRST), chunk("", SECOND), chunk("? Yes", THIRD)],
-        [FIRST, chunk("\u2026", SECOND), chunk(" want?", THIRD)],
-        [chunk("No cycles", None)],
-    ]
-    page = open_page(address)
-    for _ in script.turns:
-        ask(page)
-    listed = "all => all.map(a => [...a.querySelectorAll('.token')].map(s => s.textContent + s.dataset.cycle))"
-    late, early, changed, without = page.locator(".answer").evaluate_all(listed)
-    assert late == ["What0", " ti1", "me1", " do1", " you1", " want2", "!2"]
-    assert early == ["What0", " time1", " do1", " you1", " want2", "?2"]
-    assert changed == ["What0", "\u20261", " want2", "?2"]
-    assert without == []
-    assert page.locator(".answer").all_text_contents()[1::2] == ["What time do you want? Yes", "No cycles"]
 
 
 def test_token_shows_its_cycle(open_page: Open, address: str) -> None:
@@ -485,92 +262,6 @@ def test_token_shows_its_cycle(open_page: Open, address: str) -> None:
     panel.get_by_text("All nodes as a table").click()
     panel.locator("tbody tr").nth(3).wait_for()
     assert panel.locator("tbody tr").count() == 4
-
-
-def test_why_a_path_ended(open_page: Open, address: str, script: Script) -> None:
-    """Each end has its own sentence; a cycle without a draft has no tree: no legend and no frame around nothing."""
-    plain = cycle(1, "What", [], " is", plan="plain")
-    stop, length = ({**cycle(n, "a", [" b"], " c"), "ended": ended} for n, ended in ((3, "stop"), (4, "length")))
-    script.turns = [[FIRST, plain, cycle(2, " is", [" it"], "?"), stop, length]]
-    page = open_page(address)
-    ask(page)
-    for at, words in enumerate(
-        ("The target read the prompt", "Nothing was drafted", "The path reached a leaf", "an end token or a stop string",
-         "as many tokens as")
-    ):  # fmt: skip
-        page.locator(f".answer [data-cycle='{at}']").first.click()
-        assert words in page.locator(".reason").text_content()
-        hidden = [page.locator(part).is_hidden() for part in (".legend", ".drawing")]
-        assert at < 1 or hidden == [at == 1] * 2
-
-
-def test_keyboard_alone(open_page: Open, address: str) -> None:
-    """Everything that a click does is done by keys, and the focus is never lost."""
-    page = open_page(address, reduced_motion="reduce")
-    page.keyboard.type("Hello")  # the message has the focus at first
-    page.keyboard.press("Enter")
-    page.locator("#send:visible").wait_for()
-    for _ in ("settings", "regenerate", "copy", "answer"):
-        page.keyboard.press("Shift+Tab")
-    focused = "document.activeElement.textContent"
-    assert (page.evaluate(focused), heading(page)) == ("What", "The prompt")
-    for key, token, title in (("ArrowRight", " time", "Cycle 1 of 2"), ("ArrowDown", " do", "Cycle 1 of 2")):
-        page.keyboard.press(key)
-        assert (page.evaluate(focused), heading(page)) == (token, title)
-    page.keyboard.press("End")
-    assert heading(page) == "Cycle 2 of 2"
-    assert "Cycle 2 of 2" in page.get_by_label("The selected cycle").get_by_role("status").text_content()
-    page.get_by_label("Cycle", exact=True).focus()
-    page.keyboard.press("ArrowLeft")
-    assert heading(page) == "Cycle 1 of 2"
-    page.get_by_role("button", name="Previous cycle").press("Enter")
-    assert heading(page) == "The prompt"
-    assert page.evaluate("document.activeElement !== document.body"), "the button is disabled now"
-    page.keyboard.press("Escape")
-    assert (page.evaluate(focused), heading(page)) == ("What", "Every cycle, token by token")
-
-
-@pytest.mark.exhaustive
-def test_slider_stands_below_its_cycle(open_page: Open, address: str, script: Script) -> None:
-    """The columns of cycles and the slider below them have one scale: its thumb is as wide as a column, and a
-    click on it chooses the cycle above. The panel follows an answer to its last cycle."""
-    script.turns = [[FIRST, *(cycle(n, "a", [" b"], " c") for n in range(1, 40))]]
-    page = open_page(address)
-    ask(page)
-    assert heading(page) == "Cycle 39 of 39"
-    page.locator(".answer .token").first.click()
-    slider = page.get_by_label("Cycle", exact=True)
-    picture, below = page.locator(".rhythm svg").bounding_box(), slider.bounding_box()
-    assert (picture["x"], picture["width"]) == (below["x"], below["width"])
-    for at in (0, 13, 39):
-        column = page.locator(".rhythm [data-cycle]").nth(at).bounding_box()
-        page.mouse.click(column["x"] + column["width"] / 2, below["y"] + below["height"] / 2)
-        assert slider.input_value() == str(at)
-
-
-@pytest.mark.exhaustive
-def test_layout_of_trees(open_page: Open, address: str) -> None:
-    """No two boxes of a tree overlap, children stand to the right of their parents, and the
-    accepted path is a straight line."""
-    nodes = [node(-1, "r", 0, None, 1.0, True)]
-    for n, parent in enumerate([0, 0, 0, 1, 1, 2, 5, 5, 3, 8, 8, 7, 10], 1):
-        nodes.append(node(parent, f"n{n}" * (1 + n % 3), nodes[parent]["depth"] + 1, 1 / n))
-    own = [{"text": "x", "token": 1, "node": None}]
-    page = open_page(address)
-    drawn, boxes = page.evaluate(
-        """async (cycle) => {
-            const { drawnNodes, layOut } = await import("./page/layout.js");
-            const drawn = drawnNodes(cycle);
-            return [drawn, layOut(drawn, (node) => 20 + 8 * node.text.length, { row: 46, box: 38, gap: 26 }).boxes];
-        }""",
-        {"nodes": nodes, "path": [0, 1, 5, 7], "tokens": own, "bonus_text": "x"},
-    )
-    assert len(drawn) == len(boxes) == 15
-    ends = [box["x"] + box["width"] for box in boxes]
-    for i, a in enumerate(boxes):
-        assert all(a["y"] != b["y"] or ends[i] < b["x"] or ends[j] < a["x"] for j, b in enumerate(boxes[:i]))
-        assert i == 0 or a["x"] > ends[drawn[i]["parent"]]
-    assert {boxes[n]["y"] for n in (0, 1, 5, 7, 14)} == {0}
 
 
 def test_live_view(open_page: Open, address: str, script: Script) -> None:
@@ -642,67 +333,6 @@ def test_policy_of_the_served_page(open_page: Any, address: str) -> None:
         assert page.request.get(f"{address}/page/{path}").status == 404
 
 
-def luminance(color: str) -> float:
-    """Relative luminance of `rgb(r, g, b)` (WCAG 2)."""
-    channels = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("chosen", [False, True], ids=["asked", "chosen"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast(open_page: Open, address: str, scheme: str, chosen: bool) -> None:
-    """Text is readable in both schemes, the system's and the one that is chosen: a contrast of 4.5, as WCAG AA asks."""
-    page = open_page(address, color_scheme=scheme if not chosen else "light" if scheme == "dark" else "dark")
-    if chosen:
-        page.get_by_label("Theme").select_option(scheme)
-        page.reload()
-    probe = """() => ["page", "text", "quiet", "own", "draft", "bad"].map((name) => {
-        const probe = document.body.appendChild(document.createElement("i"));
-        probe.style.color = `var(--${name})`;
-        const color = getComputedStyle(probe).color;
-        probe.remove();
-        return color;
-    })"""
-    background, *inks = map(luminance, page.evaluate(probe))
-    assert background > 0.9 if scheme == "light" else background < 0.02
-    contrasts = [(max(ink, background) + 0.05) / (min(ink, background) + 0.05) for ink in inks]
-    assert contrasts.pop(3) > 3, "marks need 3"
-    assert min(contrasts) > 4.5
-
-
-@pytest.mark.exhaustive
-def test_narrow_screen(open_page: Open, address: str, script: Script) -> None:
-    """Nothing sticks out at 360 pixels, and the cycle leaves room for the answer that it belongs to. The page scrolls as a
-    whole there, and the composer lies over its end: a new turn stands above it."""
-    script.turns = 6 * [[FIRST, SECOND, THIRD]]
-    page = open_page(address, width=360, height=740)
-    assert fits(page)
-    page.locator("#model").get_by_text(MODEL).wait_for()
-    assert page.evaluate("document.documentElement.scrollHeight") == 740, "an empty conversation fills the screen"
-    page.get_by_text("Settings").click()
-    assert fits(page)
-    page.get_by_text("Settings").click()
-    ask(page)
-    page.locator(".answer .token").nth(2).click()
-    assert fits(page)
-    sheet = page.get_by_label("The selected cycle").bounding_box()
-    token = page.locator(".answer .selected").first.bounding_box()
-    assert token["y"] + token["height"] <= sheet["y"]
-    page.get_by_role("button", name="Close the cycle").click()
-    assert page.get_by_label("The selected cycle").is_hidden()
-    for number in range(1, 6):
-        ask(page)
-        page.locator(".figures").nth(number).wait_for()
-    answer, composer = page.locator(".turn").last.bounding_box(), page.locator(".composer").bounding_box()
-    assert page.evaluate("scrollY") > 0
-    assert answer["y"] + answer["height"] <= composer["y"]
-    page.get_by_role("link", name="Live").click()
-    page.get_by_text("tokens/s").wait_for()
-    assert fits(page)
-
-
 def test_view_file(open_page: Open, tmp_path: Path) -> None:
     """The same view from one file, with nothing beside it; a text in it cannot end its script. A stop string may have cut
     the text."""
@@ -756,15 +386,3 @@ def test_chat_of_the_embedded_model(open_page: Callable[..., Any], server: Runni
     accepted = panel.locator("svg.tree g.accepted .token").all_text_contents()
     assert "".join(accepted) == "".join(first[: len(accepted)]).replace(" ", "\u00b7")
     assert panel.locator("svg.tree g").count() > len(first)
-
-
-def test_live_view_of_the_embedded_model(open_page: Callable[..., Any], server: Running) -> None:
-    """The page shows the figures of a request. It shows those of the last ten seconds, so it is opened before the
-    request is sent."""
-    page = open_page(f"{server.url}/#live")
-    page.get_by_text("of 4 rows, 0 waiting").wait_for()
-    server.client().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": PROMPTS[1]}], max_tokens=24
-    )
-    page.get_by_text("depth 1").wait_for()
-    assert "by the method's options" in page.locator("#live-view").inner_text()

@@ -1,7 +1,5 @@
 """The files of the page, read without a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

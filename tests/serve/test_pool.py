@@ -1,21 +1,14 @@
 """Which Decoder a sequence enters."""
 
-from __future__ import annotations
-
 import pytest
 
 import eyas
-from eyas.serve.pool import DecoderPool, Methods, sizes
+from eyas.serve.pool import DecoderPool, Methods
 
 
 @pytest.fixture(scope="module")
 def methods(llm: eyas.LLM) -> Methods:
     return Methods(llm)
-
-
-@pytest.mark.parametrize(("load", "expected"), [(1, [1]), (4, [1, 4]), (10, [1, 4, 10])])
-def test_sizes(load: int, expected: list[int]) -> None:
-    assert sizes(load) == expected
 
 
 def test_where_empty_rows_cost_nothing_a_method_has_one_decoder(methods: Methods) -> None:

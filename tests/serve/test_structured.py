@@ -1,15 +1,12 @@
 """Structured output and tools through the server, read by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import openai
 import pytest
 import regex
-from pydantic import BaseModel
 
 import eyas
 from serving import DAY, PROMPTS, WRITTEN, Running
@@ -25,13 +22,6 @@ WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "paramet
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 
 
-class Answer(BaseModel):
-    """The object that `parse` asks for."""
-
-    kind: Literal["table", "movie"]
-    seats: Literal[1, 2, 3]
-
-
 def test_json_schema(server: Running, llm: eyas.LLM) -> None:
     """Guards response_format: the text validates, and is that of `LLM.generate`; streamed, too."""
     chat = server.client().chat.completions.create(response_format=FORMAT, **GREEDY)
@@ -42,21 +32,6 @@ def test_json_schema(server: Running, llm: eyas.LLM) -> None:
     assert text == llm.generate(PROMPTS[0], max_new_tokens=80, response_format=FORMAT).text
     stream = server.client().chat.completions.create(response_format=FORMAT, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
-
-
-@pytest.mark.parametrize("drafting", ["auto", "off"])
-def test_a_structure_ends_before_min_tokens(server: Running, drafting: str) -> None:
-    """Guards a complete choice while min_tokens bans every end: the request failed with drafts."""
-    fields = {"choice": ["left or right"], "min_tokens": 60, "drafting": drafting}
-    chat = server.client().chat.completions.create(extra_body=fields, **GREEDY)
-    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("left or right", "stop")
-
-
-def test_parse(server: Running) -> None:
-    """Guards the client's `parse`, with a model of pydantic."""
-    chat = server.client().chat.completions.parse(response_format=Answer, **GREEDY)
-    assert chat.choices[0].message.parsed is not None
-    assert chat.choices[0].message.parsed.kind in ("table", "movie")
 
 
 @pytest.mark.slow

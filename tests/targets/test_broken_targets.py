@@ -1,11 +1,9 @@
 """A target's folder with something wrong in it: eyas serves it or says in one line what is wrong;
 it never ends in a traceback.
 
-Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch and jinja2: 26 of 93.
+Guards the mutants that once escaped as exceptions of transformers, tokenizers, safetensors, torch and jinja2.
 A mutant is a small model saved to a folder and one change of its files, drawn from a seed.
 """
-
-from __future__ import annotations
 
 import json
 import pickle
@@ -136,79 +134,51 @@ NAMED: dict[str, Mutant] = {
     "config: no layers": with_value("config.json", "num_hidden_layers", value=0),
     "config: a billion layers": with_value("config.json", "num_hidden_layers", value=10**9),
     "config: a list": in_json("config.json", lambda _: [1, 2]),
-    "config: a string": in_json("config.json", lambda _: "llama"),
-    "config: null": as_bytes("config.json", b"null"),
     "config: empty": as_bytes("config.json", b""),
-    "config: half of it": cut("config.json", 0.5),
     "config: no text": as_bytes("config.json", b"\xff\xfe\x00\x01"),
     "config: 60,000 brackets": as_bytes("config.json", DEEP),
     "config: a number of 5,000 digits": as_bytes("config.json", LONG),
     "config: unknown type": with_value("config.json", "model_type", value="lama"),
-    "config: no type": without("config.json", "model_type"),
     "config: type of another family": with_value("config.json", "model_type", value="gpt2"),
-    "config: an encoder": with_value("config.json", "model_type", value="bert"),
     "config: unknown rotary positions": with_value("config.json", "rope_parameters", value={"rope_type": "spiral"}),
-    "config: rotary positions without a factor": with_value(
-        "config.json", "rope_parameters", value={"rope_type": "yarn"}
-    ),
-    "config: more layers than weights": with_value("config.json", "num_hidden_layers", value=3),
     "config: fewer layers than weights": with_value("config.json", "num_hidden_layers", value=1),
     "config: heads that do not divide": with_value("config.json", "num_key_value_heads", value=3),
     "config: code of its own": with_value("config.json", "auto_map", value={"AutoConfig": "a.B"}),
     "config: unknown dtype": with_value("config.json", "dtype", value="float17"),
     "config: quantised by something unknown": with_value("config.json", "quantization_config", value=ABACUS),
-    "config: quantised by a word": with_value("config.json", "quantization_config", value="int4"),
     "generation: half of it": cut("generation_config.json", 0.5),
-    "generation: a list": in_json("generation_config.json", lambda _: []),
     "generation: ends with a word": with_value("generation_config.json", "eos_token_id", value="</s>"),
-    "generation: ends with words": with_value("generation_config.json", "eos_token_id", value=["</s>"]),
-    "generation: ends with an object": with_value("generation_config.json", "eos_token_id", value={"id": 1}),
     "tokenizer: half of it": cut("tokenizer.json", 0.5),
-    "tokenizer: nearly all of it": cut("tokenizer.json", 0.99),
     "tokenizer: empty": as_bytes("tokenizer.json", b""),
-    "tokenizer: a list": in_json("tokenizer.json", lambda _: []),
     "tokenizer: no text": as_bytes("tokenizer.json", b"\xff\xfe\x00\x01"),
     "tokenizer: 60,000 brackets": as_bytes("tokenizer.json", DEEP),
-    "tokenizer: without a model": without("tokenizer.json", "model"),
     "tokenizer: unknown model": with_value("tokenizer.json", "model", "type", value="LZW"),
     "tokenizer: a merge of unknown tokens": with_value("tokenizer.json", "model", "merges", value=[["qq", "zz"]]),
     "tokenizer: ids that are words": with_value("tokenizer.json", "model", "vocab", value={"a": "b"}),
-    "tokenizer: no tokens": with_value("tokenizer.json", "model", "vocab", value={}),
-    "tokenizer: unknown decoder": with_value("tokenizer.json", "decoder", value={"type": "Morse"}),
     "tokenizer: without added tokens": without("tokenizer.json", "added_tokens"),
     "tokenizer: added tokens past the model": with_value("tokenizer.json", "added_tokens", 0, "id", value=10**6),
     "tokenizer config: half of it": cut("tokenizer_config.json", 0.5),
-    "tokenizer config: a list": in_json("tokenizer_config.json", lambda _: []),
     "tokenizer config: unknown class": with_value("tokenizer_config.json", "tokenizer_class", value="NoTokenizer"),
     "tokenizer config: length in words": with_value("tokenizer_config.json", "model_max_length", value="long"),
-    "tokenizer config: a number for a token": with_value("tokenizer_config.json", "eos_token", value=5),
     "tokenizer config: a template that is a number": with_value("tokenizer_config.json", "chat_template", value=5),
     "template: does not parse": as_bytes("chat_template.jinja", b"{% for m in messages %}{{ m }"),
     "template: raises": as_bytes("chat_template.jinja", b"{{ messages[0].nothing.at_all }}"),
-    "template: no text": as_bytes("chat_template.jinja", b"\xff\xfe\x00\x01"),
     "template: says nothing": as_bytes("chat_template.jinja", b""),
     "weights: none": lambda folder: (folder / WEIGHTS).unlink(),
     "weights: empty": as_bytes(WEIGHTS, b""),
     "weights: half of them": cut(WEIGHTS, 0.5),
-    "weights: nearly all of them": cut(WEIGHTS, 0.999),
     "weights: a part of the header": as_bytes(WEIGHTS, lambda whole: whole[:100]),
     "weights: a header of many bytes": as_bytes(WEIGHTS, lambda whole: b"\xff" * 8 + whole[8:]),
-    "weights: a header that is no JSON": as_bytes(WEIGHTS, lambda whole: whole[:8] + b"x" * 50 + whole[58:]),
-    "weights: a folder": lambda folder: ((folder / WEIGHTS).unlink(), (folder / WEIGHTS).mkdir())[1],
     "weights: one is missing": in_weights(lambda tensors: tensors.pop(QUERY)),
     "weights: one is transposed": in_weights(lambda tensors: tensors.update({QUERY: tensors[QUERY][:32].clone()})),
     "weights: one too many": in_weights(lambda tensors: tensors.update(extra=torch.zeros(3))),
     "weights: whole numbers": in_weights(lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.int8)})),
     "weights: NaN in the embedding": in_weights(lambda tensors: tensors[EMBEDDING].fill_(float("nan"))),
     "weights: NaN in a layer": poisoned(QUERY),
-    "weights: NaN in the norm": poisoned(NORM),
     "weights: NaN in the head": poisoned(HEAD),
     "weights: infinite": poisoned(QUERY, float("inf")),
-    "weights: infinite in the head": poisoned(HEAD, float("-inf")),
     "weights: pickled": as_pickle(lambda tensors: tensors),
-    "weights: pickled, half of them": as_pickle(lambda tensors: tensors, 0.5),
     "weights: a pickle that runs code": as_pickle(lambda tensors: {**tensors, "x": Intruder()}),
-    "weights: a pickled list": as_pickle(lambda tensors: list(tensors.values())),
     "weights: a pickle of another kind": lambda folder: (
         (folder / WEIGHTS).unlink(),
         (folder / PICKLED).write_bytes(pickle.dumps([1])),
@@ -216,7 +186,6 @@ NAMED: dict[str, Mutant] = {
     "shards: one is missing": sharded({"metadata": {}, "weight_map": {HEAD: "model-00002-of-00002.safetensors"}}),
     "shards: outside of the folder": sharded({"metadata": {}, "weight_map": {HEAD: "../../model.safetensors"}}),
     "shards: an index without files": sharded({"metadata": {}}),
-    "shards: an index that is a list": sharded([]),
     "shards: half of an index": sharded('{"weight_map": {"a":'),
 }
 VALUES: tuple[Any, ...] = (None, "x", "", -1, 0, 1.5, True, [], {}, [1, 2], {"a": 1}, "48")

@@ -1,8 +1,6 @@
 """Targets that accelerate has spread with a device map: weights wait on a disk, and every method
 gives the text of the whole model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from eyas import drafters
 from eyas.core.engine import Decoder, Request
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.errors import InputError, ModelError, OptionError
 from eyas.targets.fingerprints import fingerprint
 from reference import plain_decode, run
 from test_lossless import DRAWN, make
@@ -74,16 +71,3 @@ def test_eyas_loads_with_a_map(folder: Path, whole: PreTrainedModel, tmp_path: P
     assert llm.target.runner.name == "model"
     assert fingerprint(llm.target) == fingerprint(Target(whole))
     assert list(llm.generate([5, 9, 3], max_new_tokens=8).token_ids) == plain_decode(whole, Request((5, 9, 3), 8))
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"device_map": "everywhere"}, "device 'everywhere' cannot be used here"),
-    ({"device_map": {}}, "gives a device to each part"),
-    ({"device_map": "auto", "device": "cpu"}, "write one of them"),
-    ({"offload_folder": "off"}, "give both"),
-    ({"device_map": "missing.json"}, "cannot be read"),
-])  # fmt: skip
-def test_what_is_refused(options: dict[str, Any], message: str, folder: Path) -> None:
-    with pytest.raises((OptionError, InputError, ModelError), match=message) as caught:
-        eyas.load(folder, "suffix", **options)
-    assert "\n" not in str(caught.value)

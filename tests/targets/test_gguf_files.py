@@ -1,10 +1,6 @@
 """Files in GGUF format: read once, to the bit as transformers reads them, and kept."""
 
-from __future__ import annotations
-
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +9,6 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eyas
-from eyas.errors import OptionError
 from eyas.targets import gguf_files
 from gguf_models import write_gguf
 from quantised_models import quiet
@@ -93,20 +88,6 @@ def test_a_damaged_folder_is_made_again(damage: str, file: Path, monkeypatch: py
     assert (done, weights.read_bytes()) == ([file], intact)
 
 
-def test_two_at_once_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against two loads that write into one folder: the second waits for the first."""
-    done, start = conversions(monkeypatch), threading.Barrier(2)
-
-    def load(_: int) -> Path:
-        start.wait()
-        return gguf_files.kept_folder(file)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(load, range(2))
-    assert first == second
-    assert done == [file]
-
-
 def test_an_interrupted_conversion_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a half-written folder that looks whole, and against its rubbish: also what a
     killed process left is gone after the next conversion."""
@@ -145,29 +126,6 @@ def test_the_least_recently_used_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert [folder.exists() for folder in folders] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("given", ["20GB", "-1", "nan", "all"])
-def test_a_limit_that_is_no_number(given: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: EYAS_GGUF_CACHE_GB=20GB is a traceback, and comes after minutes of conversion."""
-    monkeypatch.setenv("EYAS_GGUF_CACHE_GB", given)
-    monkeypatch.setattr(gguf_files, "_convert", lambda *_: pytest.fail("it is converted first"))
-    with pytest.raises(OptionError, match=f"EYAS_GGUF_CACHE_GB must be a number of gigabytes.*it is '{given}'"):
-        gguf_files.kept_folder(file)
-
-
-def test_without_the_cache_nothing_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards --no-cache, and a cache folder that cannot be written: the file is converted all the
-    same, and the model still works when its temporary folder is gone."""
-    with pytest.warns(UserWarning, match="no tokenizer in"):
-        llm = eyas.load(file, "vanilla", cache=False)
-    assert not gguf_files._cache().exists()
-    assert len(llm.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).token_ids) == 4
-    gguf_files._cache().parent.mkdir(parents=True, exist_ok=True)
-    gguf_files._cache().write_text("in the way")
-    with gguf_files.as_folder(file.parent, file.name) as folder:
-        assert (folder / "model.safetensors").exists()
-    assert not folder.exists()
-
-
 def test_the_tokenizer_splits_digits_and_knows_the_context(tmp_path: Path) -> None:
     """Guards a tokenizer that takes other ids than the published one: llama.cpp splits the digits of
     such a vocabulary first, so that the two spaces before one are a token; transformers did not."""
@@ -195,16 +153,3 @@ def test_answers_end_with_a_turn(ends: dict[str, int], expected: list[int], tmp_
     last = expected[-1]
     bias = {last: 100.0}
     assert llm.generate([7, 8, 9], max_new_tokens=6, logit_bias=bias).token_ids == (last,)
-
-
-def test_ends_of_turns_that_the_file_does_not_name(tmp_path: Path) -> None:
-    """llama.cpp knows them by their text; here the chat template has to write them too."""
-    for ends, template, expected in (
-        ((TOKENS[0], "<|im_end|>"), "{{ messages }}", {0}),
-        ((TOKENS[0], "<|im_end|>"), "{{ messages }}<|im_end|>", {0, 1}),
-        # gpt-oss: its turns hold several messages
-        (("<|return|>", "<|end|>", "<|call|>"), "{{ messages }}<|end|><|call|><|return|>", {0, 2}),
-    ):
-        path = tmp_path / f"{len(template)}.gguf"
-        write_gguf(path, tokens=[*ends, *TOKENS[1:]], template=template)
-        assert eyas.load(path, "vanilla").eos == expected

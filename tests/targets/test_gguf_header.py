@@ -1,7 +1,5 @@
 """The head of a file in GGUF format, next to the reader of the package gguf, and what transformers makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -46,19 +44,6 @@ def test_configuration_and_tokenizer_are_those_of_transformers(file: Path) -> No
     assert kept.special_tokens_map == tokenizer.special_tokens_map
 
 
-def test_vocabulary_of_the_tokenizer(file: Path) -> None:
-    """Guards files that name no vocab_size: it is the number of their tokens."""
-    header = read_header(file)
-    del header.parts["llama.vocab_size"]
-    header.write_settings(file.with_name("small.gguf"))
-    assert "llama.vocab_size" not in read_header(file.with_name("small.gguf")).values
-    whole = file.read_bytes().replace(b"llama.vocab_size", b"llama.vocab_sixe")
-    file.with_name("other.gguf").write_bytes(whole)
-    with quiet():
-        config = json.loads((kept_folder(file.with_name("other.gguf"), weights=False) / "config.json").read_text())
-    assert config["vocab_size"] == len(TOKENS)
-
-
 @pytest.mark.parametrize("length", [0, 3, 20, 200, 2000, -64])
 def test_damaged_files(length: int, file: Path) -> None:
     """Guards a bus error, too: a tensor whose end is missing would be read from the mapped file."""
@@ -66,9 +51,3 @@ def test_damaged_files(length: int, file: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded") as caught:
         kept_folder(file, weights=False)
     assert "\n" not in str(caught.value)
-
-
-def test_big_endian_files_are_refused(file: Path) -> None:
-    file.write_bytes(b"GGUF\0\0\0\3" + file.read_bytes()[8:])
-    with pytest.raises(ModelError, match="little endian"):
-        kept_folder(file, weights=False)

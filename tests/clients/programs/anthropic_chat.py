@@ -1,7 +1,5 @@
 """Anthropic's client against a server: python anthropic_chat.py URL ACTION PROMPT; prints one JSON object."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

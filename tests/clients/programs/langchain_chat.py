@@ -1,7 +1,5 @@
 """ChatOpenAI against a server: python langchain_chat.py BASE_URL ACTION PROMPT...; prints one JSON object."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -6,8 +6,6 @@ Prints one JSON object: for each size of a batch whether all answers are equal, 
 and tokens per forward.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Further clients against a server: python others.py URL ACTION PROMPT; prints one JSON object."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any, Literal

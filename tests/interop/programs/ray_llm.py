@@ -4,8 +4,6 @@ The question: {"source": FOLDERS of eyas and eyas_ray, "port": N, "requests": [[
 [[STATUS, TEXT], ...].
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

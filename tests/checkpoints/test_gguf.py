@@ -13,8 +13,9 @@ import gguf_heads
 from eyas import checkpoints
 from eyas.checkpoints import ExportTarget
 from eyas.checkpoints import mtp as mtp_form
+from eyas.core.options import build_options
 from eyas.core.target import Target
-from eyas.drafters import mtp
+from eyas.drafters import find, mtp
 from eyas.drafters._nets import layer_shape
 from eyas.errors import CheckpointError
 from eyas.nn import rope_frequencies
@@ -62,6 +63,18 @@ def test_flags_of_eagle3(target: Target, tmp_path: Path) -> None:
     assert_same(read, weights)
     assert read.config["norm_before_fc"]
     assert read.config["norm_before_residual"]
+
+
+def test_tables_of_the_target(target: Target, tmp_path: Path) -> None:
+    """Guards a head without an lm_head, which uses the target's."""
+    kind = find("eagle3")
+    options = build_options(kind.Options, {"head.layers": "0,1,3", "head.draft_vocab": target.vocab_size})
+    weights = kind.random(target, options, seed=1).weights()
+    config, tensors = vllm.export("eagle3", weights.config, weights.tensors, ExportTarget())
+    parts, settings = gguf_heads.eagle3(config, tensors, LAYERS)
+    parts.pop("output.weight")
+    read = checkpoints.load(gguf_heads.write(tmp_path / "head.gguf", "eagle3", parts, settings))
+    assert read.config["head"] == "target"
 
 
 def test_eight_bits(target: Target, tmp_path: Path) -> None:
@@ -141,6 +154,28 @@ def test_files_of_forks(name: str, architecture: str, target: Target, tmp_path: 
     assert texts(target, path, read.method) == texts(target, tmp_path / "head", read.method)
 
 
+def test_refused_files_of_forks(target: Target, tmp_path: Path) -> None:
+    """Guards against settings that are read wrongly in silence: a net that reads noise, a scaling without its kind."""
+    parts = gguf_heads.in_a_fork(block_parts(target, tmp_path / "head", "dspark")[1], "dspark")
+    for key, value, why in (
+        ("dspark.log_snr_conditioning", True, "the level of noise"),
+        ("rope.scaling.factor", 64.0, "does not say which scaling"),
+    ):
+        refused(tmp_path, (parts[0], parts[1] | {key: value}), why, "dspark")
+    refused(tmp_path, (parts[0] | {"more.weight": torch.zeros(2)}, parts[1]), "more.weight", "dspark")
+
+
+def test_a_file_without_a_vocabulary(target: Target, tmp_path: Path) -> None:
+    """Guards llama.cpp's own architecture without tokens, whose tokens are the target's."""
+    folder, (tensors, settings) = block_parts(target, tmp_path / "head", "dflash")
+    settings = {**settings, "tokenizer.ggml.model": "none"}
+    del settings["vocab_size"]
+    read = checkpoints.load(gguf_heads.write(tmp_path / "head.gguf", "dflash", tensors, settings))
+    assert_same(read, folder)
+    assert read.config["vocab_size"] is None
+    assert find("dflash").load(read, target).weights().config["vocab_size"] == target.vocab_size
+
+
 def test_a_draft_vocabulary(target: Target, tmp_path: Path) -> None:
     """Guards DSpark over 40 tokens: the file holds the target's ids, the form of the speculators library offsets."""
     _, (tensors, settings) = block_parts(target, tmp_path / "head", "dspark")
@@ -194,3 +229,32 @@ def test_files_without_a_head(target: Target, tmp_path: Path) -> None:
     said = r"this is a file; give a folder with a config\.json, or a file in GGUF format"
     with pytest.raises(CheckpointError, match=said):
         checkpoints.load(tmp_path / "head.bin")
+
+
+def test_refusals_of_eagle3(target: Target, tmp_path: Path) -> None:
+    """Guards settings that a reader must not guess."""
+    parts, settings = eagle3_parts(target)
+    more = {**parts, "blk.0.attn_qkv.weight": torch.ones(4, 4)}
+    refused(tmp_path, (more, settings), "does not have: blk.0.attn_qkv.weight")
+    refused(tmp_path, (parts, settings | {"block_count": 2}), "has 2 layers; EAGLE-3 heads of llama.cpp have one")
+    refused(tmp_path, (parts, settings | {"rope.dimension_count": 6}), "RoPE turns 6 of the 12 channels")
+    refused(tmp_path, (parts, settings | {"rope.scaling.type": "yarn"}), "has no eagle3.rope.scaling.factor")
+    without = {key: value for key, value in settings.items() if key != "target_layers"}
+    refused(tmp_path, (parts, without), "has no eagle3.target_layers")
+    broken = {**parts, "fc.weight": torch.full_like(parts["fc.weight"], float("nan"))}
+    refused(tmp_path, (broken, settings), "tensor fc.weight holds NaN")
+    del broken["fc.weight"]
+    refused(tmp_path, (broken, settings), "missing fc.weight")
+
+
+@pytest.mark.parametrize(("tensor", "setting", "says"), [
+    ("blk.0.post_attention_norm.weight", {}, "the layers are Gemma 4's"),
+    ("blk.0.attn_sinks.weight", {}, "the attention has sinks"),
+    ("", {"hyper_connection.count": 4}, "DeepSeek-V4's"),
+    ("", {"attention.value_scale": 0.5}, "values of the attention have a factor"),
+])  # fmt: skip
+def test_refusals_of_block_heads(tensor: str, setting: Any, says: str, target: Target, tmp_path: Path) -> None:
+    """Guards layers that are computed in another way."""
+    _, (tensors, settings) = block_parts(target, tmp_path / "head", "dflash")
+    more = {tensor: torch.ones(48)} if tensor else {}
+    refused(tmp_path, ({**tensors, **more}, settings | setting), says, "dflash")

@@ -1,8 +1,12 @@
 """mtp: a published module is transformers' own, drafts are verified, a trained module comes back from its folder."""
 
+import json
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,9 +22,9 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import build_options
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
-from eyas.drafters import mtp
+from eyas.drafters import Batch, mtp
 from eyas.drafters._mtp_net import LayoutCache, _twin, llama_net, load_net
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, ModelError, OptionError
 from eyas.nn import Documents, DraftKVCache
 from eyas_train import exports
 from eyas_train.own_outputs import module_steps
@@ -175,6 +179,29 @@ def test_loss_is_the_cross_entropy_of_every_step() -> None:
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in drafter.net.parameters())
 
 
+def test_a_batch_in_which_nothing_counts() -> None:
+    target = target_of("llama")
+    drafter = mtp.Method.random(target)
+    tokens_N = torch.arange(3, 9)
+    features_ND = target.encode(tokens_N[None], (target.num_layers,))[0]
+    loss = drafter.loss(Batch(tokens_N, features_ND, torch.zeros(6, dtype=torch.bool), Documents((6,))))
+    loss.total.backward()
+    assert float(loss.total.detach()) == int(loss.count) == 0
+
+
+def test_a_new_module_predicts_as_the_feature_does() -> None:
+    """Guards the beginning of a training: the lm_head reads the same directions, about as large."""
+    for family in ("llama", "gemma2"):
+        target = target_of(family)
+        net = mtp.Method.init_for_training(target).net
+        feature_1ND = target.encode(torch.arange(3, 9)[None], (target.num_layers,))
+        with torch.no_grad():
+            output_1ND = module_steps(net, feature_1ND[0], target.embed, torch.arange(5), Documents((6,)), 1)[0]
+        alike = torch.nn.functional.cosine_similarity(output_1ND, feature_1ND[0, :5])
+        assert (alike > 0.99).all()
+        assert (output_1ND.norm(dim=-1) / feature_1ND[0, :5].norm(dim=-1) - 1).abs().max() < 0.2
+
+
 @pytest.mark.slow
 def test_a_trained_module_comes_back(tmp_path: Path) -> None:
     """Guards the form on disk, the method that a folder chooses, heads of another target, and the text."""
@@ -193,6 +220,24 @@ def test_a_trained_module_comes_back(tmp_path: Path) -> None:
         assert run(decoder, [request])[0] == [list(plain_decode(target.model, request))]
     with pytest.raises(CheckpointError, match=r"layer of a llama, but the target is a qwen2"):
         mtp.Method.from_pretrained(tmp_path / "head", target_of("qwen2"))
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_published_module(tmp_path: Path) -> None:
+    """Bug: a module that was trained with its target is thrown away, and training begins anew."""
+    target, made = with_module("qwen3_5", tmp_path)
+    target.model.config.name_or_path = str(tmp_path)
+    drafter = mtp.Method.init_for_training(target)
+    assert all(torch.equal(weight, drafter.net.state_dict()[name]) for name, weight in made.net.state_dict().items())
+    loss = drafter.loss(heads.batch_of(target, target.num_layers))
+    loss.total.backward()
+    assert all(weight.grad is not None for weight in drafter.net.parameters())
+
+
+@pytest.mark.parametrize("options", [{"ttt.steps": 0}, {"ttt.decay": 0}, {"ttt.decay": 1.5}, {"ttt.decay": True}])
+def test_impossible_options(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="ttt"):
+        build_options(mtp.Options, options)
 
 
 # --- the same module by eyas' own layer
@@ -224,6 +269,19 @@ def test_our_layer_computes_what_transformers_does(family: str) -> None:
             own.store_kv(hidden_1ND[:, part], embeddings_1ND[:, part], slots_1N, cache)
 
 
+def test_layers_that_are_not_ours() -> None:
+    """Guards modules that our layer would compute otherwise."""
+    for family in ("gemma2", "qwen3", "olmo2"):
+        assert llama_net(mtp.Method.random(target_of(family)).net) is None, family
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama4", "jamba"])
+def test_families_without_modules(family: str) -> None:
+    """Bug: a target whose layers transformers makes no module of ends in a traceback."""
+    with pytest.raises(ModelError, match=r"transformers makes no MTP module for a .*: choose another method than mtp"):
+        mtp.Method.init_for_training(target_of(family))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
 def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> None:
@@ -244,3 +302,53 @@ def test_a_module_is_stitched_into_its_target(family: str, tmp_path: Path) -> No
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(again(ids).logits, target.model(ids).logits)
     assert not all(torch.equal(a, b) for a, b in zip(old.net.state_dict().values(), stitched.values(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
+def test_a_module_is_stitched_in_again(family: str, tmp_path: Path) -> None:
+    """Bug: into a target that such an export made the first module is written; other tensors are kept."""
+    target, _ = with_module(family, tmp_path / "target")
+    save_file({"other": torch.ones(2)}, tmp_path / "target" / "mtp.safetensors", {"format": "pt"})
+    for seed, source, place in ((6, "target", "first"), (7, "first", "second")):
+        head = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=seed)
+        known = checkpoints.ExportTarget(str(tmp_path / source))
+        exports.export(head.weights(), "checkpoint", tmp_path / place, known)
+        stitched = load_net(target, tmp_path / place).state_dict()
+        for name, weight in head.net.state_dict().items():
+            torch.testing.assert_close(stitched[name], weight)
+        index = json.loads((tmp_path / place / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index["other"] == "model-mtp.safetensors"
+
+
+@pytest.mark.slow
+def test_a_target_of_the_hub_is_stitched_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the fetched copy of a target has a head's files only, so no engine can read a text with it."""
+    target, _ = with_module("qwen3_5", tmp_path / "target")
+    other = {"tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json"}
+    for name in (*other, "original.pth", "picture.png"):
+        (tmp_path / "target" / name).write_text("{}")
+
+    def snapshot(hub_id: str, allow_patterns: list[str], **more: Any) -> str:
+        (tmp_path / "fetched").mkdir(exist_ok=True)
+        for file in (tmp_path / "target").iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, tmp_path / "fetched")
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    weights = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6).weights()
+    exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget("someone/target"))
+    module = {"config.json", "model-00001-of-00001.safetensors", "mtp.safetensors", "model.safetensors.index.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == module | other
+
+
+def test_refusals_of_stitching(tmp_path: Path) -> None:
+    """Guards one clear line where there is no target, or no engine for the family."""
+    target = heads.tiny_target()
+    weights = mtp.Method.random(target, build_options(mtp.Options, TREE), seed=6).weights()
+    with pytest.raises(CheckpointError, match="checkpoints of a llama have no names"):
+        exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget("x"))
+    weights.config["target_model_type"] = "glm4_moe"
+    with pytest.raises(CheckpointError, match="pass the target's folder"):
+        exports.export(weights, "checkpoint", tmp_path / "out", checkpoints.ExportTarget())

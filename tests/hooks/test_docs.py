@@ -1,6 +1,5 @@
 """docs/guide/transformers.md is true: its code runs as it stands."""
 
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,9 @@
 """Requests of coding agents, as Claude Code, Codex, opencode and others send them."""
 
+import asyncio
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx2
@@ -9,8 +11,18 @@ import pytest
 
 import eyas
 from eyas import tiny
+from eyas.errors import InputError
+from eyas.serve.answers import Answer
+from eyas.serve.chat import Chat, ChatBody
+from eyas.serve.errors import ApiError, error_of
+from eyas.serve.fields import GenerationBody
+from eyas.serve.messages import Writer
+from eyas.serve.records import Delta, Job, Totals
+from eyas.serve.reply import Choices, events_of
 from eyas.serve.settings import Settings
 from eyas.serve.tools import tools_of
+from eyas.text import check_messages
+from eyas.text.forms import other_forms
 from serving import TOOL_RESPONSE, Running, events, running, small_llm
 
 HI = {"role": "user", "content": "Hi"}
@@ -142,6 +154,20 @@ def test_turns_of_one_side_in_a_row(strict: Running, path: str) -> None:
     assert made.status_code == 200, made.text
 
 
+def test_turns_that_are_joined() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "see", "arguments": {}}}
+    chat: list[dict[str, Any]] = [
+        HI, {"role": "user", "content": "Look"}, {"role": "assistant", "content": "Wait."},
+        {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sunny"},
+        {"role": "user", "content": "(a reminder)"},
+    ]  # fmt: skip
+    forms = [form for form in other_forms(check_messages(chat)) if len(form) == 3]
+    assert [(one["role"], one["content"]) for one in forms[0]] == [
+        ("user", "Hi\n\nLook"), ("assistant", "Wait."), ("tool", "sunny\n\n(a reminder)"),
+    ]  # fmt: skip
+    assert forms[0][1]["tool_calls"]
+
+
 @pytest.mark.parametrize("path", DIALECTS)
 def test_an_effort_that_the_template_does_not_read(server: Running, path: str) -> None:
     """Guards clients that set it for every model: the request was refused."""
@@ -161,6 +187,15 @@ def test_a_verbosity_that_the_template_does_not_read(server: Running, path: str,
     made = post(server, path, HI, **asked[path])
     header = made.headers.get("x-eyas-ignored-fields")
     assert (made.status_code, header) == (200, None if verbosity == "medium" else "verbosity"), made.text
+
+
+def test_a_verbosity_that_the_template_reads() -> None:
+    """Guards a field that the header calls served: the template must get it, and a variable of the request comes first."""
+    body = ChatBody(messages=[HI], verbosity="low")
+    body.check_variables("{{ verbosity }}")
+    assert (body.ignored, body.template()["chat_template_kwargs"]) == ([], {"verbosity": "low"})
+    own = ChatBody(messages=[HI], verbosity="low", chat_template_kwargs={"verbosity": "high"})
+    assert own.template()["chat_template_kwargs"] == {"verbosity": "high"}
 
 
 @pytest.mark.parametrize(("path", "header"), [(CHATS, "store"), (COMPLETIONS, "store"), (RESPONSES, None)])
@@ -254,6 +289,32 @@ def test_tools_and_a_format(tooled: Running) -> None:
     assert post(tooled, CHATS, HI, see=True, response_format={"type": "text"}).status_code == 200
 
 
+def test_many_tools_that_describe_themselves(llm: eyas.LLM) -> None:
+    """Guards tool_choice required with the tools of an agent: what they say of themselves is no part of the grammar."""
+    pytest.importorskip("llguidance", reason="structured output needs llguidance")
+    field = {"enum": ["x"], "description": "What it is for. " * 150, "title": "t" * 999, "examples": ["x"] * 99}
+    names = {"description": field, "title": {**field, "default": "x"}}
+    schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}} for i in range(60)]
+    text = llm.generate("Hi", max_new_tokens=60, grammar=tools_of(tools, "required", None).grammar()).text
+    assert json.loads(text)["arguments"] == {"description": "x", "title": "x"}
+
+
+def test_an_error_of_the_grammar_of_tools_speaks_of_tools(tooled: Running) -> None:
+    """Guards "the grammar cannot be used", said of a grammar that the client never sent."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    error = post(tooled, CHATS, HI, tools=[tool], tool_choice="required").json()["error"]
+    assert error["message"].startswith("the grammar of the tools cannot be used: ")
+    assert error["param"] == "tools"
+    long = InputError("grammar has 9 characters: at most 8 are served")
+    for other, words, param in (
+        ("messages", "the grammar of the tools", "tools"),
+        ("grammar", "grammar has 9", "grammar"),
+    ):
+        made = error_of(long, ("tools", other))
+        assert (made.message[: len(words)], made.param) == (words, param)
+
+
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": DAY}} for name in ("see", "hear")]
 
 
@@ -273,3 +334,87 @@ def test_spellings_of_tool_choice(choice: Any, listed: int, forced: tuple[str, .
     """Guards status 400 for the words of another dialect: proxies and SDKs pass them on."""
     made = tools_of(TOOLS, choice, None)
     assert (len(made.listed), made.forced, made.parallel) == (listed, forced, True)
+
+
+@pytest.mark.parametrize("choice", ["maybe", "", 5, [], {}, {"type": "custom", "name": "see"}, {"type": "function"}, {"name": "x"},
+                                    {"type": "function", "name": ["see"]}, {"type": 5}])  # fmt: skip
+def test_a_tool_choice_that_is_none(choice: Any) -> None:
+    """A choice that names nothing is refused, whatever its type."""
+    with pytest.raises(ApiError) as caught:
+        tools_of(TOOLS, choice, None)
+    assert (caught.value.status, caught.value.param) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_takes_every_spelling(tooled: Running, path: str) -> None:
+    """Guards bodies whose type checks know one spelling alone."""
+    named = ({"type": "tool", "name": "see"}, {"type": "function", "function": {"name": "see"}})
+    for choice in ("any", {"type": "any"}, *named):
+        made = post(tooled, path, HI, tokens=60, see=True, tool_choice=choice)
+        assert (made.status_code, "today" in made.text) == (200, True), made.text
+    assert not tools_of(TOOLS, {"type": "auto", "disable_parallel_tool_use": True}, None).parallel
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer: nothing waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__()
+        plain = self._selector.select  # type: ignore[attr-defined]
+
+        def select(timeout: float | None) -> Any:
+            assert timeout is not None, "nothing is left to wait for"
+            self.now += timeout
+            return plain(0)
+
+        self._selector.select = select  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+class Mute:
+    """A reader that tells of a call when it is whole."""
+
+    called = True
+
+    def read(self, delta: Delta) -> list[dict[str, Any]]:
+        function = {"name": "see", "arguments": "{}"}
+        return [{"tool_calls": [{"index": 0, "id": "1", "function": function}]}] if delta.finish else []
+
+
+class MuteDialect(Choices):
+    """The same as chunks."""
+
+    def choice(self, index: int, totals: Totals) -> dict[str, Any]:
+        return {}
+
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        return [{"finish_reason": delta.finish}] if delta.finish else []
+
+
+@pytest.mark.parametrize("dialect", ["chunks", "blocks"])
+@pytest.mark.parametrize("pause", [0.3, 0.9, 1.7], ids=["fast", "slow", "slower"])
+def test_a_call_is_not_written_in_silence(dialect: str, pause: float) -> None:
+    """Guards clients and proxies with an idle limit: tokens of a call came, but nothing that the client could read, and
+    no comment either. A clock of the test's own."""
+    times = []
+
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        answer, job = Answer(1, lambda _: None), Job(((1,),), {})
+        for number in range(1, 21):
+            loop.call_later(pause * number, answer.put, [Delta(0, "x", (1,), "stop" if number == 20 else None)])
+        chunks = MuteDialect(job, "m", "1", GenerationBody())
+        writer = chunks if dialect == "chunks" else Writer(Chat(job, "m", Mute), "1")
+        async for _ in events_of(writer, answer, 1.0):
+            times.append(loop.time())
+        answer.close()
+
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(read())
+    times = [0.0, *times]
+    assert times[-1] == pytest.approx(20 * pause)
+    assert max(after - before for before, after in pairwise(times)) <= 1.0 + 1e-6
+    assert len(times) < 20 * pause + 15

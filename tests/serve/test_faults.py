@@ -3,8 +3,11 @@
 import asyncio
 import json
 import random
+import signal
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -86,6 +89,39 @@ def test_clients_that_hang_up(small: Running) -> None:
                 pass
 
 
+def test_a_slow_reader_holds_up_nobody(small: Running, llm: eyas.LLM) -> None:
+    """A client that reads nothing of its stream does not keep others waiting, and later finds its answer whole."""
+    with send(small, body(stream=True)) as connection:
+        quick = small.client().completions.create(model="tiny", prompt=PROMPTS[1], max_tokens=16, temperature=0)
+        assert quick.choices[0].text == llm.generate(PROMPTS[1], raw=True, max_new_tokens=16).text
+        small.wait_until_idle()
+        received = b""
+        while b"[DONE]" not in received:
+            received += connection.recv(7)
+    data = [line.removeprefix("data: ") for line in received.decode().splitlines() if line.startswith("data: {")]
+    text = "".join(choice["text"] for line in data for choice in json.loads(line)["choices"])
+    assert text == llm.generate(PROMPTS[0], raw=True, max_new_tokens=64, ignore_eos=True).text
+
+
+def test_keep_alive(small: Running) -> None:
+    """A stream that waits in the queue sends comments, which OpenAI's client skips.
+
+    Whether the stream waits is up to the threads: one of 20 attempts has to.
+    """
+    received, long = b"", {"model": "tiny", "prompt": PROMPTS[0], "n": 2, **LONG}
+    with small.client(max_retries=3) as client, ThreadPoolExecutor(3) as pool:
+        for _ in range(20):
+            longer = [pool.submit(client.completions.create, **long) for _ in range(2)]
+            with send(small, body(stream=True)) as connection:
+                while b"[DONE]" not in received:
+                    received += connection.recv(4096)
+            assert all(one.result().choices for one in longer)
+            if b": keep-alive\n\n" in received:
+                break
+            received = b""
+    assert b": keep-alive\n\n" in received
+
+
 def test_a_queue_that_overflows(small: Running) -> None:
     """Two rows, four places: of many requests at once some get 429 with Retry-After, which OpenAI's
     client obeys until all are served."""
@@ -151,6 +187,27 @@ def test_a_poisoned_request(small: Running, llm: eyas.LLM, processor: Any) -> No
     assert good.text == llm.generate(PROMPTS[1], max_new_tokens=40).text
 
 
+FIELDS = (
+    "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "min_tokens", "stream", "stream_options", "logprobs",
+    "top_logprobs", "prompt_logprobs", "echo", "drafting", "prediction", "cycles", "timeout", "response_format", "regex", "grammar",
+    "choice", "tools", "tool_choice", "ignore_eos", "suffix", "best_of", "chat_template_kwargs", "add_special_tokens",
+)  # fmt: skip
+JUNK = (None, True, False, -1, 0, 2, 10**30, -(10**30), 1.5, 1e300, -1e300, "", "x", "auto", [], [[]], {}, {"5": 1e300}, [1, "a"],
+        [-1], [10**30])  # fmt: skip
+
+
+def test_every_field_with_every_kind_of_value(small: Running, http: httpx2.Client) -> None:
+    """A `drafting` of 10^30 reached torch and killed the engine, with every answer in it."""
+    good = {"prompt": "Hi", "max_tokens": 3, "timeout": 20}
+    for field in FIELDS:
+        for value in JUNK:
+            content = json.dumps({**good, field: value})
+            response = http.post(f"{small.v1}/completions", content=content, headers=JSON)
+            assert response.status_code in (200, 400, 404, 408), (field, value, response.status_code, response.text)
+            assert response.status_code == 200 or response.json()["error"]["message"]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     st.sampled_from(("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
@@ -161,6 +218,22 @@ def test_bytes_that_are_no_body(small: Running, http: httpx2.Client, path: str, 
     response = http.post(small.url + path, content=content, headers=JSON)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
+
+
+def test_a_second_signal(llm: eyas.LLM) -> None:
+    """After the first signal an answer goes on; the second gives it up, with an error and not with
+    a closed connection."""
+    with running(llm, rows=1, max_tokens=4096) as server, ThreadPoolExecutor(1) as pool:
+        long = {"prompt": PROMPTS[0], "max_tokens": 4000, "ignore_eos": True}
+        asked = pool.submit(server.post, "/v1/completions", long, timeout=600)
+        while not server.service.engine.load[0]:
+            time.sleep(0.005)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert server.get("/health").status_code == 503
+        assert not asked.done()
+        server.server.handle_exit(signal.SIGINT, None)
+        answer = asked.result()
+        assert (answer.status_code, "shut down" in answer.json()["error"]["message"]) == (503, True)
 
 
 def test_an_engine_that_dies(llm: eyas.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

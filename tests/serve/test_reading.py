@@ -278,6 +278,14 @@ def test_a_call_that_is_cut_between_arguments(name: str, end: str, finish: str) 
         assert "tool_calls" not in answer(family(name), two[:cut], finish=finish), two[:cut]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen", "minimax"])
+def test_a_call_that_is_cut_within_examples(name: str) -> None:
+    """Guards against a call that is an example in the argument of a call that max_tokens cut."""
+    text = written(name, f"So:\n{written(name, 'x')}\nor </parameter>\n{written(name, 'y')}\n")
+    for cut in range(1, len(text), 7):
+        assert "tool_calls" not in answer(family(name), text[:cut], finish="length"), text[:cut]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_good_calls_and_broken_ones(name: str) -> None:
     """Guards a good call beside a broken one: the good one is a call, in both forms; the broken one is text."""
@@ -502,6 +510,18 @@ def test_marks_that_are_text() -> None:
     assert answer(family("gemma"), "Hm.<|channel>thought\na<channel|>b")["reasoning_content"] == "a"  # a token, no text
 
 
+def test_the_end_of_the_prompt() -> None:
+    """Guards against a prompt's end in the content: blanks after reasoning that it closes, and half a mark."""
+    llm = family("hermes")
+    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert answer(llm, "yes", opening=closed) == {"content": "yes"}
+    assert answer(llm, "think>yes", prefill="if a <") == {"content": "think>yes"}
+    assert answer(llm, " yes", opening="<|im_start|>assistant\n", prefill="The answer is") == {"content": " yes"}
+    assert answer(llm, "<think>x</think>", prefill="The mark is ") == {"content": "<think>x</think>"}
+    assert answer(llm, "x</think>y", prefill="<think>\nHm, ") == {"reasoning_content": "x", "content": "y"}
+    assert answer(llm, '"}}</tool_call>', prefill=written("hermes", "ab")[:-16])["tool_calls"] == [("f", {"t": "ab"})]
+
+
 @pytest.mark.parametrize(("name", "opening", "added"), [
     ("hermes", "<think>\n", "\n</think>\n\n"), ("hermes", "", ""), ("gemma", "<|channel>thought\n", "\n<channel|>\n\n"),
     ("hermes", "<think>\n\n</think>\n\n", ""), ("harmony", "<|start|>assistant", "<|channel|>final<|message|>"),
@@ -535,6 +555,32 @@ def test_channels() -> None:
     assert answer(llm, "to=5 Hi", opening="<|start|>assistant") == {"content": "to=5 Hi"}
     assert answer(llm, "<|channel|>anal", finish="length") == {}
     assert answer(llm, text[: text.index("}")], finish="length")["content"].startswith("I look.<|start|>assistant")
+
+
+def test_tokens_that_end_an_answer() -> None:
+    """Guards fine-tunes with an end of their own: it is not shown, be it a special token or not."""
+    llm = model("<think></think><tool_call>", ["<|im_end|>", "<|mine|>"])
+    assert answer(llm, "Hello!<|mine|><|im_end|>") == {"content": "Hello!"}
+    llm.tokenizer.add_tokens([AddedToken("<end>", special=False)])
+    llm.eos = frozenset({llm.tokenizer.convert_tokens_to_ids("<end>")})
+    ids = llm.tokenizer("Hello <end> you<end>")["input_ids"]
+    reader = Reader(grammar_of(llm, TOOLS))
+    assert read(reader.new(), [Delta(0, "Hello <end> you<end>", tuple(ids), "stop")]) == {"content": "Hello <end> you"}
+    assert read(reader.new(), [Delta(0, "Hello<end>", tuple(ids[-1:]), "length")]) == {"content": "Hello<end>"}
+
+
+def test_text_goes_out_at_once() -> None:
+    """Guards the latency of streams: a text waits only while it may be the beginning of a mark, or blanks before one."""
+    llm = family("hermes")
+    for tools, held in ((TOOLS, [" "]), (Tools(), [])):
+        reader = Reader(grammar_of(llm, tools))
+        for delta in deltas(llm, "One two<b>"):
+            made = "".join(part["content"] for part in reader.read(delta))
+            expected = "" if delta.text in held else delta.text
+            assert made.strip() == expected.strip() or delta.text == "<" or made == "<b"
+    reader = Reader(grammar_of(llm, Tools()), "<think>")
+    for delta in deltas(llm, "One,two"):
+        assert reader.read(delta) == ([{"reasoning_content": delta.text}] if delta.text else [])
 
 
 def test_marks_come_from_the_template() -> None:

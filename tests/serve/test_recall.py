@@ -52,3 +52,9 @@ def test_a_corpus_is_drafted_from(recalling: Running) -> None:
     several = post(recalling, "corpora", "b", input=[[1, 2, 3], [4]]).json()
     assert several == {"object": "corpus", "texts": 2, "tokens": 4}
     assert post(recalling, "corpora", "b", input=[10**7]).status_code == 400
+
+
+def test_a_server_that_remembers_nothing_says_so(server: Running) -> None:
+    refused = post(server, "corpora", "a", input="text")
+    assert refused.status_code == 400
+    assert "--recall" in refused.json()["error"]["message"]

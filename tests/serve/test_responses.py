@@ -9,7 +9,7 @@ import pytest
 import eyas
 from eyas.serve.memory import Memory
 from eyas.serve.responses import messages_of
-from serving import DAY, PROMPTS, WRITTEN, Running
+from serving import DAY, PROMPTS, WRITTEN, Running, running
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 24}
 
@@ -108,6 +108,19 @@ def test_items_as_messages() -> None:
 
 
 @pytest.mark.slow
+def test_options_that_change_nothing(server: Running, llm: eyas.LLM) -> None:
+    """Guards what clients send by themselves: empty reasoning, effort none, an include of what there never is."""
+    own = llm.generate(PROMPTS[0], max_new_tokens=24).text
+    changes: list[dict[str, Any]] = [
+        {"reasoning": {}}, {"reasoning": {"effort": None}}, {"reasoning": {"effort": "none", "summary": "auto"}},
+        {"include": []}, {"include": ["reasoning.encrypted_content"]}, {"tools": [], "tool_choice": "auto"}, {"max_tool_calls": 5},
+        {"extra_body": {"best_of": 1}}, {"store": True}, {"prompt_cache_key": "x"}, {"tools": [WEATHER], "tool_choice": "none"},
+    ]  # fmt: skip
+    for change in changes:
+        assert server.client().responses.create(input=PROMPTS[0], **GREEDY, **change).output_text == own
+
+
+@pytest.mark.slow
 def test_the_second_turn(tooled: Running) -> None:
     """Guards clients that go on by the id of a response, or name its items: the texts are those of the whole
     conversation. What is not stored, or is too old, is refused in words that help."""
@@ -131,6 +144,21 @@ def test_the_second_turn(tooled: Running) -> None:
         with pytest.raises(openai.BadRequestError, match="store set to false") as caught:
             create("Hi", previous_response_id=name)
         assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.slow
+def test_each_key_has_its_own_memory(llm: eyas.LLM) -> None:
+    """Guards against reading what another key has said."""
+    with running(llm, rows=2, keys=("a", "b")) as server:
+        made = server.client(api_key="a").responses.create(input=PROMPTS[1], **GREEDY)
+        body = {"input": "Hi", "previous_response_id": made.id, "max_output_tokens": 2}
+        for headers, status in (
+            ({"x-api-key": "a"}, 200),
+            ({"authorization": "Bearer a"}, 200),
+            ({"x-api-key": "b"}, 400),
+        ):
+            response = server.post("/v1/responses", body, headers=headers)
+            assert (response.status_code, "no response" in response.text) == (status, status == 400)
 
 
 def test_memory_is_bounded() -> None:

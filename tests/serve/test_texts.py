@@ -1,5 +1,5 @@
 """Through the server, texts equal those of `LLM.generate` byte by byte: alone and among others,
-streamed and not, for every method."""
+streamed and not, for every method, for hybrid targets and for layers on several devices."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,10 +8,13 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 import eyas
+import zoo
+from eyas import tiny
 from eyas.serve.pool import Methods
-from serving import PROMPTS, Running, running
+from serving import PROMPTS, Running, running, small_llm
 
 NEW = 20
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -22,6 +25,10 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"300": 2.0, "13": -100}, "seed": 6},
 )  # fmt: skip
 OWN = ("top_k", "min_p", "repetition_penalty")  # names that OpenAI's client does not know
+HYBRIDS = {
+    "lfm2": {"layer_types": zoo.CONV_THEN_ATTENTION},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, **zoo.MAMBA_1},
+}
 
 
 @dataclass(frozen=True)
@@ -60,16 +67,29 @@ async def answered(client: openai.AsyncOpenAI, case: Case, stream: bool, delay: 
     return whole.choices[0].message.content or ""
 
 
-def compare(server: Running, cases: Sequence[Case], spread: float = 0.0, **extra: Any) -> None:
-    """All cases at once, every second one streamed, begun within `spread` seconds."""
+async def close_early(client: openai.AsyncOpenAI, prompt: str, delay: float) -> None:
+    """Begin to read an answer and hang up."""
+    await asyncio.sleep(delay)
+    messages: Any = [{"role": "user", "content": prompt}]
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "temperature": 0.0, "stream": True}
+    chunks = await client.chat.completions.create(messages=messages, **options)
+    async for _ in chunks:
+        break
+    await chunks.close()
+
+
+def compare(server: Running, cases: Sequence[Case], spread: float = 0.0, closers: bool = False, **extra: Any) -> None:
+    """All cases at once, every second one streamed, begun within `spread` seconds; with `closers` among clients that
+    hang up."""
 
     async def every() -> list[Any]:
         async with server.async_client() as client:
             delays = [spread * i / len(cases) for i in range(len(cases))]
             asked = [answered(client, c, bool(i % 2), delays[i], **extra) for i, c in enumerate(cases)]
-            return await asyncio.gather(*asked)
+            closed = [close_early(client, prompt, spread * i / 4) for i, prompt in enumerate(PROMPTS) if closers]
+            return await asyncio.gather(*asked, *closed)
 
-    for case, text in zip(cases, asyncio.run(every()), strict=True):
+    for case, text in zip(cases, asyncio.run(every()), strict=not closers):
         assert text == case.text, case
 
 
@@ -96,6 +116,49 @@ def test_among_others(llm: eyas.LLM, cases: list[Case], rows: int) -> None:
         compare(server, cases, spread=0.5)
 
 
+# httpx's generator of a stream that the client closes early may be collected while it runs; the server is not concerned
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings(r"ignore:Exception ignored in. <async_generator object \w*Async\w*Stream")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_among_others(family: str) -> None:
+    """Guards the states of a hybrid target: requests that come and go, share prefixes and are closed early get the
+    texts that they get alone."""
+    tokenizer = tiny.tokenizer()
+    model = zoo.tiny(family, vocab_size=len(tokenizer), max_position_embeddings=1024, **HYBRIDS[family])
+    llm = eyas.load(model, method="self_speculative", skip="exit:2", depth=3, tokenizer=tokenizer)
+    cases = cases_of(llm, SAMPLINGS[:2], 12)
+    with running(llm, rows=3, prefill_budget=7) as server:
+        for _ in range(2):  # the second time behind kept prefixes
+            compare(server, cases, spread=0.3, closers=True)
+
+
+@pytest.mark.slow
+def test_layers_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests share two rows, and get the texts of the model on one device. The devices are two names of the CPU, as
+    those of `two_gpus` are known to one thread only."""
+    pytest.importorskip("accelerate", reason="device maps need accelerate")
+    from accelerate import dispatch_model
+
+    from two_devices import halves
+
+    tokenizer = tiny.tokenizer()
+    whole = zoo.tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    cases = cases_of(eyas.load(whole, "suffix", tokenizer=tokenizer, kernels="off"), SAMPLINGS[:1])
+    places = [torch.device("cpu", index) for index in range(2)]
+    placed = {"check_layers": lambda layers: None,  # weights say "cpu", hooks "cpu:1"
+              "devices_of": lambda cache: [places[k % 2] for k in range(len(cache.layers))]}  # fmt: skip
+    for name, function in placed.items():
+        monkeypatch.setattr(f"eyas.targets.placement.{name}", function)
+    monkeypatch.setattr("accelerate.hooks.set_module_tensor_to_device", lambda *_, **__: None)
+    named = {name: f"cpu:{place}" for name, place in halves(whole).items()}
+    model: Any = dispatch_model(whole, named, main_device="cpu:0", skip_keys=whole._skip_keys_device_placement)
+    with pytest.warns(UserWarning, match="the kernels run whole models on one device"):
+        llm = eyas.load(model, "suffix", tokenizer=tokenizer, kernels="on")
+    assert list(llm.target.open(1).cache.bytes_by_device(1)) == places
+    with running(llm, rows=2) as server:
+        compare(server, cases)
+
+
 @pytest.mark.exhaustive
 def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None:
     """The request chooses the method, and the text stays: all methods of the server at once, on the
@@ -109,3 +172,10 @@ def test_every_method(llm: eyas.LLM, server: Running, cases: list[Case]) -> None
         drawn = isinstance(method, str) and methods.drafter(method).samples_children
         asked = [case for case in cases[:5] if not drawn or case.sampling["temperature"] == 0]
         compare(server, asked, drafting=method)
+
+
+@pytest.mark.exhaustive
+def test_the_adaptive_default(llm: eyas.LLM, cases: list[Case]) -> None:
+    """With --tree auto drafts come and go by the clock; the text does not."""
+    with running(small_llm(tree="auto"), rows=4) as server:
+        compare(server, cases[::2])

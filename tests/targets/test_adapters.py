@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 import eyas
 import zoo
 from covers import turn
-from eyas import drafters, runners
+from eyas import checkpoints, drafters, runners
 from eyas.core.engine import Decoder, Request
 from eyas.core.target import Target
 from eyas.errors import ModelError, OptionError
 from eyas.runners.cpu import UnsuitedError
+from eyas.targets.fingerprints import base_has_fingerprint, fingerprint, has_fingerprint
 from eyas.targets.loading import target_of
 from reference import plain_decode, run
 from test_lossless import DRAWN, SAMPLINGS, make, requests
@@ -148,6 +149,53 @@ def test_a_model_of_peft_is_used_as_it_is(folders: dict[str, str]) -> None:
     for adapter, expected in (("base", base), ("two", two), ("base", base)):
         for one_of_two in (llm, other):
             assert list(one_of_two.generate(ids, adapter=adapter, **asked).token_ids) == list(expected)
+
+
+@pytest.mark.slow
+def test_kept_text_of_another_adapter_is_not_used(target: Target, folders: dict[str, str]) -> None:
+    """Guards prefixes: the same prompt under another adapter is read again, whole."""
+    llm = eyas.LLM(target, make("suffix", target), None)
+    prompt = list(answered(folders["lora"])[2][0].prompt)  # long enough to be worth copying
+    for adapter in ("lora", "dora", "lora", "base"):
+        results = llm.generate([prompt, prompt], n=2, adapter=adapter, max_new_tokens=8, ignore_eos=True, batch_size=2)
+        fresh = llm.generate(prompt, adapter=adapter, max_new_tokens=8, ignore_eos=True)
+        assert all(result.token_ids == fresh.token_ids for each in results for result in each)
+        assert results[0][0].stats.cached_tokens == 0
+        assert results[0][1].stats.cached_tokens > 0
+    decoder = Decoder(target, make("suffix", target))
+    with pytest.raises(OptionError, match="lora"):
+        decoder.add(asking(answered(folders["lora"])[0][0], "lora"))
+
+
+def test_a_head_of_the_base_model_is_named(target: Target, folders: dict[str, str], tmp_path: Path) -> None:
+    """Guards the fingerprint: it is the base model's where adapters are switched, and remembered
+    where one is merged."""
+    plain, merged = Target(zoo.FAMILIES["llama"]()), target_of(zoo.FAMILIES["llama"](), adapters=folders["lora"])
+    assert fingerprint(target) == fingerprint(plain) != fingerprint(merged)
+    assert base_has_fingerprint(merged, fingerprint(plain))
+    assert not has_fingerprint(merged, fingerprint(plain))
+    checkpoints.save(make("eagle1", merged).weights(), tmp_path)  # bug: its fingerprint was not read again
+    assert has_fingerprint(merged, str(drafters.find("eagle1").from_pretrained(tmp_path, merged).target_fingerprint))
+    assert base_has_fingerprint(target, fingerprint(plain))
+    assert not base_has_fingerprint(plain, fingerprint(plain))
+
+
+@pytest.mark.slow
+def test_an_adapter_on_other_weights_than_the_fingerprints(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a fingerprint reads three weights; where an adapter changes none of these, a head that was trained with it
+    was said to be the base model's, and features of the base model passed for those of the merged one."""
+    for module in ("fingerprints", "adapters"):
+        monkeypatch.setattr(f"eyas.targets.{module}.fingerprint_of", lambda model: "shapes:0.1,0.2,0.3")
+    plain = Target(zoo.FAMILIES["llama"]())
+    chosen = [folders[name] for name in ("lora", "lora", "dora")]
+    merged, again, other = (target_of(zoo.FAMILIES["llama"](), adapters=folder) for folder in chosen)
+    assert has_fingerprint(merged, fingerprint(again))
+    assert not has_fingerprint(merged, fingerprint(other))
+    assert not has_fingerprint(merged, fingerprint(plain))
+    assert base_has_fingerprint(merged, fingerprint(plain))
+    assert not base_has_fingerprint(merged, fingerprint(again))
 
 
 def test_refusals(folders: dict[str, str], tmp_path: Path) -> None:

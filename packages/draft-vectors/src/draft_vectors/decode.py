@@ -133,12 +133,7 @@ class Decoder:
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a prompt; return the logits [V] of the token that follows."""
         new = np.tril(np.ones((len(tokens), len(tokens)), bool))
-        self.states = self.target(
-            tokens,
-            np.arange(len(tokens)),
-            new,
-            self.caches,
-        )
+        self.states = self.target(tokens, np.arange(len(tokens)), new, self.caches)
         self.text = list(tokens)
         return self.target.head(self.states[-2][-1])
 
@@ -172,22 +167,10 @@ class Decoder:
         new = np.array([[any(other is step for step in node.path()) for other in nodes] for node in nodes])
         position = np.array([length + node.depth + self.offset * (node.depth > 0) for node in nodes])
         old = len(self.caches[0])
-        states = self.target(
-            [node.token for node in nodes],
-            position,
-            new,
-            self.caches,
-        )
+        states = self.target([node.token for node in nodes], position, new, self.caches)
         logits = self.target.head(states[-2])
         path, bonus, draw = self.verify(nodes, logits, length)
-        done = Cycle(
-            length,
-            nodes,
-            logits,
-            path,
-            bonus,
-            draw,
-        )
+        done = Cycle(length, nodes, logits, path, bonus, draw)
         accepted = [nodes[n] for n in path]
         kept = range(len(nodes) if self.stale else len(path)) if self.stale or self.unmoved else path
         for cache in self.caches:
@@ -210,16 +193,7 @@ class Decoder:
         """Return children of a node for the draft's tokens of these numbers."""
         ids = self.head.ids
         chosen = [(int(ids[i]), float(log_q[i])) for i in order]
-        return [
-            Node(
-                token,
-                node,
-                node.depth + 1,
-                log,
-                node.value + log,
-            )
-            for token, log in chosen
-        ]
+        return [Node(token, node, node.depth + 1, log, node.value + log) for token, log in chosen]
 
     def grow_dynamic(self, root: Node) -> list[Node]:
         """Grow EAGLE-2's tree: expand the `branch` nodes of the highest values of each level, keep the best of all. A chain is
@@ -253,12 +227,7 @@ class Decoder:
                 key = log_q = log_softmax(node.logits)
                 if case.rule == "rejection":
                     number = next(n for n, other in enumerate(nodes) if other is node)
-                    key = log_q + self.noise.of_drafts(
-                        len(self.text) - 1,
-                        1 + len(case.choices),
-                        number,
-                        len(log_q),
-                    )
+                    key = log_q + self.noise.of_drafts(len(self.text) - 1, 1 + len(case.choices), number, len(log_q))
                 width = 1 + max(path[-1] for path in paths if path[:-1] == parent)
                 born = self.children(node, np.argsort(-key, kind="stable")[:width].tolist(), log_q)
                 of_path |= {(*parent, rank): child for rank, child in enumerate(born)}

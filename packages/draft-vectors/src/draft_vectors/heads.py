@@ -89,13 +89,7 @@ class Target:
         hidden, states = self.embed(ids), []
         for layer, cache in zip(self.layers, caches, strict=True):
             states.append(hidden)
-            hidden = layer(
-                layer.norm("input_layernorm", hidden),
-                hidden,
-                position_N,
-                cache,
-                visible(len(cache), new),
-            )
+            hidden = layer(layer.norm("input_layernorm", hidden), hidden, position_N, cache, visible(len(cache), new))
         final = rms_norm(hidden, self.tensors["model.norm.weight"], self.config["rms_norm_eps"])
         return [*states, final, hidden]
 
@@ -187,23 +181,12 @@ class Eagle1(Head):
             if number:
                 x = layer.norm("input_layernorm", out)
             cache = self.caches[number]
-            out = layer(
-                x,
-                out,
-                position_N,
-                cache,
-                visible(len(cache) + len(ids) - new.shape[1], new),
-            )
+            out = layer(x, out, position_N, cache, visible(len(cache) + len(ids) - new.shape[1], new))
         return self.carried(out)
 
     def commit(self, states: States, tokens: Sequence[int], following: Sequence[int]) -> None:
         hidden, position = self.fuse(self.features(states)), self.committed + np.arange(len(tokens))
-        out = self.run(
-            hidden,
-            following if self.shifted else tokens,
-            position,
-            causal(len(tokens)),
-        )
+        out = self.run(hidden, following if self.shifted else tokens, position, causal(len(tokens)))
         self.newest = out[-1]
         self.committed += len(tokens)
         if self.window and self.committed > sum(self.window):
@@ -227,18 +210,8 @@ class Eagle1(Head):
         self.drafted += len(nodes)
         hidden = np.stack([node.parent.hidden for node in nodes if node.parent and node.parent.hidden is not None])
         position = np.full(len(nodes), self.committed + depth - 1 + self.offset)
-        out = self.run(
-            hidden,
-            [node.token for node in nodes],
-            position,
-            new,
-        )
-        for node, hidden_D, logits_v in zip(
-            nodes,
-            out,
-            self.logits(out),
-            strict=True,
-        ):
+        out = self.run(hidden, [node.token for node in nodes], position, new)
+        for node, hidden_D, logits_v in zip(nodes, out, self.logits(out), strict=True):
             node.hidden, node.logits = hidden_D, logits_v
 
     def forget(self, accepted: Sequence[Node]) -> None:
@@ -294,12 +267,7 @@ class PEagle(Eagle3):
         masks, begin = self.levels - 1, len(self.caches[0])
         hidden = np.repeat(self.fuse(self.tensors["mask_hidden"].reshape(1, -1)), masks, 0)
         position = self.committed + np.arange(masks) + self.offset
-        out = self.run(
-            hidden,
-            [self.mask] * masks,
-            position,
-            causal(masks),
-        )
+        out = self.run(hidden, [self.mask] * masks, position, causal(masks))
         for cache in self.caches:
             cache.keep(range(len(cache) if self.stale else begin))
         self.level_logits = self.logits(np.concatenate([self.newest[None], out]))
@@ -356,13 +324,7 @@ class Block(Head):
         position = self.committed + np.arange(n) + self.offset
         for layer, cache in zip(self.nets, self.caches, strict=True):
             x = layer.norm("input_layernorm", hidden)
-            hidden = layer(
-                x,
-                hidden,
-                position,
-                cache,
-                np.ones((n, begin + n), bool),
-            )
+            hidden = layer(x, hidden, position, cache, np.ones((n, begin + n), bool))
             cache.keep(range(len(cache) if self.stale else begin))
         self.level_logits = self.target.head(self.norm("norm", hidden))[self.first_slot :]
         return None, self.after(self.level_logits[0], self.anchor)

@@ -206,17 +206,7 @@ def _tree_differences(tree: Drafted, right: Drafted, tolerance: Tolerance) -> li
 
 def fitting_faults(seen: Observed, case: Case, vectors: Vectors, tolerance: Tolerance) -> list[str]:
     """Return the planted faults that leave these numbers."""
-    return [
-        name
-        for name in FAULTS
-        if _fits(
-            Reference(vectors.data, fault=name),
-            seen,
-            case,
-            vectors,
-            tolerance,
-        )
-    ]
+    return [name for name in FAULTS if _fits(Reference(vectors.data, fault=name), seen, case, vectors, tolerance)]
 
 
 def _fits(engine: Reference, seen: Observed, case: Case, vectors: Vectors, tolerance: Tolerance) -> bool:
@@ -267,20 +257,7 @@ def check(engine: Engine, vectors: Vectors, only: str = "", show: Callable[[str]
     for name, case in vectors.cases.items():
         if name.startswith(only) and (seen := observe(engine, case, vectors)) is not None:
             found = differences(seen, vectors.right(case), tolerance)
-            add(
-                Result(
-                    name,
-                    found,
-                    fitting_faults(
-                        seen,
-                        case,
-                        vectors,
-                        tolerance,
-                    )
-                    if found
-                    else [],
-                )
-            )
+            add(Result(name, found, fitting_faults(seen, case, vectors, tolerance) if found else []))
     failed = sum(bool(result.differences) for result in results)
     show(f"{engine.name}, {engine.dtype}: {len(results) - failed} of {len(results)} as the vectors")
     return results

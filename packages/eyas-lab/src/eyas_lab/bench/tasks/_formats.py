@@ -113,7 +113,7 @@ def _prompt(record: Record) -> Fields:
 
 
 def _one(key: str, before: str = "") -> Callable[[Record], Fields]:
-    """Return a reader of a text under a key, and what is asked before it."""
+    """Return a reader of the text under a key, which puts a question before it."""
     return lambda record: {"turns": (before + _text(record[key], key),)}
 
 

@@ -259,7 +259,7 @@ class Method(EagleMethod):
 
     def grow_below(self, feature_BD: Tensor, cycle_input: CycleInput) -> Draft:
         """Return the tree below the roots. A node's head reads the input of its parent's head, and the node's own
-        embedding; behind them are zeros, so that all inputs are as wide as the last head's."""
+        embedding; zeros follow, so that all inputs are as wide as the last head's."""
         D, width, level = self.target.hidden_size, (self.tree.depth + 1) * self.target.hidden_size, 0
         root_BX = torch.cat([feature_BD.to(self.dtype), self.embed(cycle_input.tokens_B).to(self.dtype)], dim=-1)
 

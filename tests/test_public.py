@@ -21,6 +21,7 @@ from eyas.core.engine import Decoder, Request
 from eyas.core.options import option_defaults
 from eyas.core.sampling import Sampling
 from eyas.core.target import Target
+from eyas.hooks import refusals
 from golden import needs_weights
 from reference import plain_decode, run
 
@@ -195,3 +196,9 @@ def test_the_page_of_transformers_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert float(streamed.split()[-1]) >= 1, "how much is drafted depends on the machine"
     assert len(answer.strip()) > 5
     assert "generate" not in names["model"].__dict__
+
+
+def test_the_page_of_transformers_names_each_refusal() -> None:
+    """Guards the page's list of refused settings, which is the code's."""
+    for name in refusals.SETTINGS:
+        assert name.replace("_", " ") in TRANSFORMERS.replace("_", " "), name

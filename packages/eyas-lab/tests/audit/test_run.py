@@ -212,7 +212,7 @@ def test_an_interrupted_audit_goes_on(referee: Referee, tmp_path: Path) -> None:
     assert report["verdict"] == "failed"
     write_report(tmp_path, report)
     page = (tmp_path / "report.md").read_text()
-    assert "What would have been found" in page
+    assert "Errors that this audit would have found" in page
     assert "http" not in page
     with pytest.raises(OptionError, match=r"other settings \(plan\)"):
         audit(Interrupting(0), Interrupting(0), referee, greedy_plan(), folder=tmp_path)

@@ -303,7 +303,7 @@ def test_seconds_are_the_clocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     """Bugs: making a decoder ready is nobody's time, a cycle's begin is not the end of the one
     before, or the reader's time counts.
 
-    On a clock of its own a decoder takes 5 to be made, the prompt 10, a cycle 3, and the reader 100.
+    On a simulated clock, making a decoder takes 5, a prompt 10, a cycle 3, and reading the answer 100.
     """
     now = [0.0]
     tree = Draft(Tree.chain(1, 1), torch.zeros(1, 1, dtype=torch.long))

@@ -226,7 +226,7 @@ def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
         ("long", InputError, "long:PATH"),
         ("long:x.txt@0", OptionError, "above 0"),
         ("long:x.txt", InputError, "x.txt does not exist"),
-        ("nq:EMPTY", InputError, "no prompt in it"),
+        ("nq:EMPTY", InputError, "has no prompts: name another file"),
         ("nq:BAD", InputError, "no line can be used; the first: .*x.jsonl:1: not JSON"),
     ],
 )

@@ -107,7 +107,7 @@ def evaluate_heldout(setup: TrainSetup, step: int, more_figures: MoreFigures | N
         more_figures: called in the first process only; its result is added.
 
     Returns:
-        Empty when nothing is held out and there are no further figures.
+        The result is empty if no example is held out and no further figure exists.
 
     Raises:
         EyasError: the loss is NaN or infinite.

@@ -86,7 +86,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         *_departures("Errors", greedy["errors"]),
         *_departures("Flips at near ties", greedy["flips"]),
-        "A margin is the distance of the referee's logits of its own token and the deployment's, given the same text. "
+        "A margin is the referee's logit of its own token minus its logit of the deployment's token, after the same text. "
         "Up to the tolerance, which follows from the dtype, rounding explains it.",
         "",
     ]
@@ -96,7 +96,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     lines += ["## Sampled", "", *table(tests, sampled_rows(report)), ""]
     lines += [f"A lossless deployment fails with probability {error:g} at most, over all tests together (Holm).", ""]
     biases = ("bias", *(one["sampling"] for one in report["power"]))
-    lines += ["## What would have been found", "", *table(biases, power_rows(report["power"])), ""]
+    lines += ["## Errors that this audit would have found", "", *table(biases, power_rows(report["power"])), ""]
     lines += [
         "The probability that the audit finds a bias of this size, as computed before it ran, from plain answers. "
         "The first row is the probability of a false alarm.",

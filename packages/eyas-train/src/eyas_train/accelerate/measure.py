@@ -35,7 +35,7 @@ from eyas_train.reporter import read_log
 
 log = logging.getLogger("eyas.accelerate")  # the command line shows its messages
 
-METHODS = ("mtp", "eagle3")  # the one that learns faster (docs/guide/train.md) first
+METHODS = ("mtp", "eagle3")  # the faster learner comes first (docs/guide/train.md)
 TRIAL_SECONDS = 15.0  # of each trial at most; at most 3 % of the time
 LEAST_TOKENS, MOST_TOKENS = 32, 512  # tokens that a trial reads at a time
 TRIAL_BATCHES = 10  # batches that the trial of a method reads or trains on, about

@@ -38,7 +38,7 @@ class LearningLLM(LLM):
         return decoder, rest
 
     def save_draft(self, folder: str | Path) -> None:
-        """Write the head as it is now into a folder of its own; `eyas.load(draft=folder)` reads it."""
+        """Write the head's present weights into a new folder; `eyas.load(draft=folder)` reads it."""
         self.learner.save(folder, self.draft_name)
 
 

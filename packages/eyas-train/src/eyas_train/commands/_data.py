@@ -174,7 +174,7 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 def recorded_target(record: Mapping[str, Any]) -> str:
     """Return the folder or hub id of the target in a head's record; empty when it is unknown or
-    embedded. A model with a name of its own goes by its hub id."""
+    embedded. A model with a short name is recorded by its hub id."""
     from eyas import named
 
     target = record.get("target")

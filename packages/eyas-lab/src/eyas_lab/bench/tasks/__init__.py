@@ -100,7 +100,7 @@ def _check_not_empty(found: list[Prompt], problems: list[str], where: str) -> No
     if not found and problems:
         raise InputError(f"{where}: no line can be used; the first: {problems[0]}")
     if not found:
-        raise InputError(f"{where} is empty: there is no prompt in it")
+        raise InputError(f"{where} has no prompts: name another file")
 
 
 def _parsed(lines: Iterable[Line], name: str, own: bool = False) -> tuple[list[Prompt], list[str]]:

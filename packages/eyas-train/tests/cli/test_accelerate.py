@@ -146,7 +146,7 @@ def test_every_step_is_done_once_however_often_the_run_is_stopped(
 def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path) -> None:
     """Bug: what is measured does not fit what the steps take. Everything is real here: the trials, the
     costs, bundled questions, the training in the time that is left."""
-    dry = run("accelerate", "llama", "--kernels", "off", "--minutes", 2, "--dry-run", "--json")
+    dry = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--dry-run", "--json")
     assert dry.exit_code == 0, (dry.output, dry.exception)
     planned = json.loads(dry.stdout.strip().splitlines()[-1])
     assert planned["method"] == "mtp"
@@ -155,7 +155,7 @@ def test_a_whole_run_measures_plans_trains_and_reports(run: Run, tmp_path: Path)
     assert "measured after training" in dry.stderr
     assert list(tmp_path.iterdir()) == []
     head = tmp_path / "head"
-    result = run("accelerate", "llama", "--kernels", "off", "--minutes", 2, "--method", "mtp", "--output", head)
+    result = run("accelerate", "llama", "--kernels", "off", "--minutes", 1.5, "--method", "mtp", "--output", head)
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((head / "report.json").read_text())
     assert report["method"] == "mtp"
